@@ -1,0 +1,38 @@
+"""Which recurrent layers (RNN, GRU, LSTM) Dynamo captures, and which it leaves to eager."""
+
+import torch
+
+from . import config, graph_break_hints
+from .exc import unimplemented
+
+
+def is_captured(layer: torch.nn.Module) -> bool:
+    """Whether tracing goes into a layer's forward in the present grad mode.
+
+    On CPU in inference a layer becomes nodes whose number does not depend on the
+    sequence length.  With gradients, under a function transform or on another device
+    it would be unrolled over time, which ``config.allow_rnn`` asks for.
+    """
+    if config.allow_rnn:
+        return True
+    return (
+        not torch.is_grad_enabled()
+        and torch._C._functorch.maybe_current_level() is None
+        and all(p.device.type == "cpu" for p in layer.parameters())
+    )
+
+
+def break_graph_unless_captured(value: object) -> None:
+    """Break the graph if ``value`` is a recurrent layer that is left to eager."""
+    if isinstance(value, (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM)) and (
+        not is_captured(value)
+    ):
+        unimplemented(
+            gb_type="Attempted to wrap RNN, GRU, or LSTM",
+            context=str(value),
+            explanation="Dynamo does not support RNN, GRU, or LSTM.",
+            hints=[
+                "Set torch._dynamo.config.allow_rnn=True to enable experimental support for RNN, GRU, and LSTM in Dynamo",
+                *graph_break_hints.SUPPORTABLE,
+            ],
+        )
