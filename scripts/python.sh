@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts: runs a command of scripts/rnn_series with a Python that is new
 # enough. RNN_PYTHON names one to use.
 rnn_series() {

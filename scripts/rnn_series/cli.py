@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -25,16 +24,23 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, prog=os.environ.get("RNN_SCRIPT", "scripts")
     )
-    parser.add_argument("--pin", default=DEFAULT_PIN, help="folder of patches/ (%(default)s)")
+    parser.add_argument(
+        "--pin", default=DEFAULT_PIN, help="folder of patches/ (%(default)s)"
+    )
     return parser
 
 
 def _check_machine() -> None:
-    for names, what in ((["git"], "git"), (["c++", "g++", "clang++"], "a C++ compiler")):
+    for names, what in (
+        (["git"], "git"),
+        (["c++", "g++", "clang++"], "a C++ compiler"),
+    ):
         if "c++" in names and os.environ.get("CXX"):
             names = [os.environ["CXX"]]
         if not any(shutil.which(n) for n in names):
-            raise UserError(f"expected {what}, found none of {names} on PATH; install one")
+            raise UserError(
+                f"expected {what}, found none of {names} on PATH; install one"
+            )
     free = shutil.disk_usage(ROOT).free
     if free < _DISK_BYTES:
         raise UserError(
@@ -132,9 +138,14 @@ def build(argv: list[str]) -> int:
         "install it in a virtual environment and check it. A second run does only what "
         "is missing."
     )
-    parser.add_argument("--wheel", metavar="FILE", help="use this wheel of the pinned release")
     parser.add_argument(
-        "--venv", metavar="DIR", default=str(ROOT / "build" / "venv"), help="(%(default)s)"
+        "--wheel", metavar="FILE", help="use this wheel of the pinned release"
+    )
+    parser.add_argument(
+        "--venv",
+        metavar="DIR",
+        default=str(ROOT / "build" / "venv"),
+        help="(%(default)s)",
     )
     args = parser.parse_args(argv)
     pin = load_pin(args.pin)
@@ -195,9 +206,14 @@ def worktree(argv: list[str]) -> int:
         "Make a git work tree of the pinned wheel's Python files with each patch of the "
         "series as a commit. Edit and commit there, then run scripts/export_patches.sh."
     )
-    parser.add_argument("--wheel", metavar="FILE", help="use this wheel of the pinned release")
     parser.add_argument(
-        "folder", nargs="?", default=str(ROOT / "build" / "worktree"), help="(%(default)s)"
+        "--wheel", metavar="FILE", help="use this wheel of the pinned release"
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        default=str(ROOT / "build" / "worktree"),
+        help="(%(default)s)",
     )
     args = parser.parse_args(argv)
     pin = load_pin(args.pin)
@@ -216,14 +232,21 @@ def worktree(argv: list[str]) -> int:
         if tree.exists():
             tree.rmdir()
         aside.replace(tree)
-    print(f"{tree}: PyTorch {pin.version}, {len(series.load(pin))} commits on top, at {head}")
+    print(
+        f"{tree}: PyTorch {pin.version}, {len(series.load(pin))} commits on top, at {head}"
+    )
     return 0
 
 
 def export(argv: list[str]) -> int:
-    parser = _parser("Turn the commits of a work tree back into patches/ and torch_overlay/.")
+    parser = _parser(
+        "Turn the commits of a work tree back into patches/ and torch_overlay/."
+    )
     parser.add_argument(
-        "folder", nargs="?", default=str(ROOT / "build" / "worktree"), help="(%(default)s)"
+        "folder",
+        nargs="?",
+        default=str(ROOT / "build" / "worktree"),
+        help="(%(default)s)",
     )
     args = parser.parse_args(argv)
     pin = load_pin(args.pin)
@@ -242,7 +265,9 @@ def export(argv: list[str]) -> int:
 def check(argv: list[str]) -> int:
     """Check the series: its files, that it applies, reproducibly, and exports exactly."""
     parser = _parser("Check the patch series against its pinned wheel.")
-    parser.add_argument("--wheel", metavar="FILE", help="use this wheel of the pinned release")
+    parser.add_argument(
+        "--wheel", metavar="FILE", help="use this wheel of the pinned release"
+    )
     args = parser.parse_args(argv)
     pin = load_pin(args.pin)
     steps = Steps()
@@ -256,7 +281,9 @@ def check(argv: list[str]) -> int:
         aside = Path(temporary)
         files = wheel.python_files(source)
         with steps.step("apply the series, twice"):
-            heads = {series.make_tree(aside / name, files, pin) for name in ("one", "two")}
+            heads = {
+                series.make_tree(aside / name, files, pin) for name in ("one", "two")
+            }
             if len(heads) != 1:
                 raise UserError(
                     f"expected the same commits each time, found {sorted(heads)}; "
@@ -288,6 +315,4 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     from .console import run_main
 
-    if sys.version_info < (3, 10):  # the scripts choose the Python; this is for others
-        sys.exit("error: expected Python 3.10 or newer")
     run_main(main)

@@ -33,7 +33,9 @@ def prepare(folder: Path) -> None:
             )
     folder.mkdir(parents=True, exist_ok=True)
     marker.write_text("")
-    if not python_of(folder).exists() or not list(folder.glob("lib/*/site-packages/pip")):
+    if not python_of(folder).exists() or not list(
+        folder.glob("lib/*/site-packages/pip")
+    ):
         venv.create(folder, with_pip=True)
 
 

@@ -34,7 +34,10 @@ def _environment(tree: Path) -> dict[str, str]:
 
 
 def run(
-    tree: Path, *args: str, stdin: bytes | None = None, env: dict[str, str] | None = None
+    tree: Path,
+    *args: str,
+    stdin: bytes | None = None,
+    env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run git in ``tree`` and give what it printed, whatever its exit code."""
     return subprocess.run(
@@ -48,7 +51,10 @@ def run(
 
 
 def git(
-    tree: Path, *args: str, stdin: bytes | None = None, env: dict[str, str] | None = None
+    tree: Path,
+    *args: str,
+    stdin: bytes | None = None,
+    env: dict[str, str] | None = None,
 ) -> str:
     """Run git in ``tree``; a failure is an error of one line."""
     result = run(tree, *args, stdin=stdin, env=env)

@@ -40,7 +40,9 @@ def load_pin(name: str) -> Pin:
     path = PATCHES / name / "pin.toml"
     if not path.is_file():
         known = ", ".join(sorted(p.parent.name for p in PATCHES.glob("*/pin.toml")))
-        raise UserError(f"expected a pin among {known}, found {name!r}; choose one of them")
+        raise UserError(
+            f"expected a pin among {known}, found {name!r}; choose one of them"
+        )
     pairs = re.findall(r"^(\w+) *= *(.+)$", path.read_text(), re.MULTILINE)
     try:
         return Pin(name=name, **{key: ast.literal_eval(value) for key, value in pairs})

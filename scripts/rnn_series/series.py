@@ -90,14 +90,18 @@ def problems(pin: Pin) -> list[str]:
         p.relative_to(OVERLAY).as_posix() for p in OVERLAY.rglob("*") if p.is_file()
     }
     overlay = {p for p in overlay if "__pycache__" not in p}
-    tests = {p.relative_to(ROOT).as_posix() for p in (ROOT / "test/inductor").glob("*.py")}
+    tests = {
+        p.relative_to(ROOT).as_posix() for p in (ROOT / "test/inductor").glob("*.py")
+    }
     claimed_tests = [p for e in entries for p in e.tests]
     for what, listed, present in (
         ("patch", slugs, on_disk),
         ("overlay file", claimed, overlay),
         ("test", claimed_tests, tests),
     ):
-        found += [f"{what} {x} is listed twice" for x in {*listed} if listed.count(x) > 1]
+        found += [
+            f"{what} {x} is listed twice" for x in {*listed} if listed.count(x) > 1
+        ]
         found += [f"{what} {x} is listed, and not there" for x in {*listed} - present]
         found += [f"{what} {x} is there, and not listed" for x in present - {*listed}]
     for slug in slugs:
@@ -213,14 +217,20 @@ def _slug(subject: str, known: dict[str, str]) -> str:
 
 
 def _subject(pin: Pin, slug: str) -> str:
-    match = re.search(r"^Subject: (.*)$", patch_path(pin, slug).read_text(), re.MULTILINE)
+    match = re.search(
+        r"^Subject: (.*)$", patch_path(pin, slug).read_text(), re.MULTILINE
+    )
     return match[1] if match else ""
 
 
-def export(tree: Path, pin: Pin, patches: Path, overlay: Path, root: Path) -> list[Entry]:
+def export(
+    tree: Path, pin: Pin, patches: Path, overlay: Path, root: Path
+) -> list[Entry]:
     """Write the commits of ``tree`` above its base as patches, overlay files and tests."""
     if g.git(tree, "status", "--porcelain").strip():
-        raise UserError(f"expected a clean work tree, found changes in {tree}; commit them")
+        raise UserError(
+            f"expected a clean work tree, found changes in {tree}; commit them"
+        )
     known = {
         _subject(pin, e.slug): e.slug
         for e in load(pin)
@@ -230,10 +240,14 @@ def export(tree: Path, pin: Pin, patches: Path, overlay: Path, root: Path) -> li
     owner: dict[str, str] = {}
     entries: list[Entry] = []
     for commit in g.git(tree, "rev-list", "--reverse", f"{BASE_TAG}..HEAD").split():
-        subject, body = g.git(tree, "log", "-1", "--format=%s%x00%b", commit).split("\0")
+        subject, body = g.git(tree, "log", "-1", "--format=%s%x00%b", commit).split(
+            "\0"
+        )
         entry = Entry(_slug(subject, known))
         for problem in message_problems(body):
-            raise UserError(f"{problem} of {subject!r}; amend the commit and export again")
+            raise UserError(
+                f"{problem} of {subject!r}; amend the commit and export again"
+            )
         edited = []
         for name in g.git(
             tree, "diff", "--name-only", "--no-renames", f"{commit}^", commit
@@ -258,7 +272,11 @@ def export(tree: Path, pin: Pin, patches: Path, overlay: Path, root: Path) -> li
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
         header = g.git(
-            tree, "log", "-1", "--format=From: %an <%ae>%nDate: %aD%nSubject: %s%n%n%b", commit
+            tree,
+            "log",
+            "-1",
+            "--format=From: %an <%ae>%nDate: %aD%nSubject: %s%n%n%b",
+            commit,
         )
         diff = b""
         if edited:

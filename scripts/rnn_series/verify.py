@@ -25,7 +25,9 @@ def check_version(expected: dict) -> str:
 def check_onednn(expected: dict) -> str:
     import torch
 
-    assert torch.backends.mkldnn.is_available(), "torch.backends.mkldnn is not available"
+    assert torch.backends.mkldnn.is_available(), (
+        "torch.backends.mkldnn is not available"
+    )
     assert torch._C._get_mkldnn_enabled(), "oneDNN is switched off"
     line = next(s for s in torch.__config__.show().splitlines() if "MKL-DNN" in s)
     return line.strip(" -")

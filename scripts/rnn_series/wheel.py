@@ -136,7 +136,9 @@ class _Packer:
         info.compress_type = zipfile.ZIP_DEFLATED
         info.external_attr = 0o100644 << 16
         self.target.writestr(info, data)
-        self.record.append([name, _record_hash(data), str(len(data))] if recorded else [name, "", ""])
+        self.record.append(
+            [name, _record_hash(data), str(len(data))] if recorded else [name, "", ""]
+        )
 
 
 def pack(source: Path, files: dict[str, bytes], pin: Pin, target: Path) -> None:
@@ -149,7 +151,9 @@ def pack(source: Path, files: dict[str, bytes], pin: Pin, target: Path) -> None:
     aside = target.with_suffix(".part")
     with open_wheel(source) as old, zipfile.ZipFile(aside, "w") as new:
         (info_dir,) = {
-            n.split("/")[0] for n in old.namelist() if n.split("/")[0].endswith(".dist-info")
+            n.split("/")[0]
+            for n in old.namelist()
+            if n.split("/")[0].endswith(".dist-info")
         }
         version = info_dir.removeprefix("torch-").removesuffix(".dist-info")
         patched = local_version(version, pin.build)
@@ -179,6 +183,8 @@ def pack(source: Path, files: dict[str, bytes], pin: Pin, target: Path) -> None:
             packer.write(name, replaced[name])
         record = f"{new_dir}/RECORD"
         out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([*packer.record, [record, "", ""]])
+        csv.writer(out, lineterminator="\n").writerows(
+            [*packer.record, [record, "", ""]]
+        )
         packer.write(record, out.getvalue().encode(), recorded=False)
     aside.replace(target)

@@ -203,7 +203,10 @@ class TestCapture(RNNTestCase):
         with torch.set_grad_enabled(not captured):
             self.assertEqual(fn(x), module(x))
         seen = [
-            str(n.target) for g in backend.graphs for n in g.graph.nodes if n.op != "output"
+            str(n.target)
+            for g in backend.graphs
+            for n in g.graph.nodes
+            if n.op != "output"
         ]
         self.assertEqual(len(backend.graphs), 1 if captured else 2)
         self.assertEqual(sum("linear" in t for t in seen), 2)
@@ -235,8 +238,11 @@ class TestCapture(RNNTestCase):
 
     def test_other_device_is_not_captured(self):
         module = nn.LSTM(4, 5, device="meta").eval()
-        with torch.no_grad(), self.assertRaisesRegex(
-            torch._dynamo.exc.Unsupported, "does not support RNN"
+        with (
+            torch.no_grad(),
+            self.assertRaisesRegex(
+                torch._dynamo.exc.Unsupported, "does not support RNN"
+            ),
         ):
             torch.compile(module, backend="aot_eager", fullgraph=True)(
                 torch.randn(3, 2, 4, device="meta")
@@ -696,7 +702,9 @@ class TestLayerOp(RNNTestCase):
     @parametrize("reverse", [False, True])
     def test_opcheck(self, kind, reverse):
         module = make(kind, 6, 7)
-        h, c = make_state(module, 3) if "LSTM" in kind else (make_state(module, 3), None)
+        h, c = (
+            make_state(module, 3) if "LSTM" in kind else (make_state(module, 3), None)
+        )
         args = (
             torch.randn(5, 3, 6),
             [w.detach() for w in module._flat_weights],

@@ -51,7 +51,9 @@ def _check_args(input, weights, hx, cx, mode, has_biases):
         )
         torch._check(
             state.size(0) == input.size(1),
-            lambda: f"rnn_layer: {name} has batch {state.size(0)}, input has {input.size(1)}",
+            lambda: (
+                f"rnn_layer: {name} has batch {state.size(0)}, input has {input.size(1)}"
+            ),
         )
     hidden_size = states["cx" if is_lstm else "hx"].size(1)
     output_size = hx.size(1)
@@ -63,13 +65,17 @@ def _check_args(input, weights, hx, cx, mode, has_biases):
         shapes.append((output_size, hidden_size))
     torch._check(
         len(weights) == len(shapes),
-        lambda: f"rnn_layer: weights must hold {len(shapes)} tensors, got {len(weights)}",
+        lambda: (
+            f"rnn_layer: weights must hold {len(shapes)} tensors, got {len(weights)}"
+        ),
     )
     for i, (weight, shape) in enumerate(zip(weights, shapes)):
         torch._check(
             weight.dim() == len(shape)
             and all(a == b for a, b in zip(weight.shape, shape)),
-            lambda: f"rnn_layer: weights[{i}] must be {shape}, got {tuple(weight.shape)}",
+            lambda: (
+                f"rnn_layer: weights[{i}] must be {shape}, got {tuple(weight.shape)}"
+            ),
         )
 
 

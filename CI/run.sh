@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Everything that must hold, from a fresh clone: lint, series checks, build, all tests.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONDONTWRITEBYTECODE=1 TORCHINDUCTOR_CACHE_DIR=$PWD/build/inductor
+mkdir -p build
+
+step() {
+    local start=$SECONDS
+    printf '\n== %s\n' "$1"
+    shift
+    "$@"
+    printf '== ok, %d s\n' $((SECONDS - start))
+}
+
+tools() {
+    [ -x build/ci/bin/python ] || python3 -m venv build/ci
+    build/ci/bin/python -m pip install --quiet --disable-pip-version-check -r CI/requirements.txt
+}
+
+lint() {
+    build/ci/bin/ruff check .
+    build/ci/bin/ruff format --check .
+    build/ci/bin/mypy
+    build/ci/bin/shellcheck -x scripts/*.sh CI/run.sh .ci/run
+}
+
+test_tools() {
+    grep -E '^(pytest|expecttest)==' CI/requirements.txt |
+        xargs build/venv/bin/python -m pip install --quiet --disable-pip-version-check
+}
+
+run_tests() {
+    local python=$1 folder=$2 file
+    for file in "$folder"/test_*.py; do
+        "$python" -m pytest -q -p no:cacheprovider --show-capture=no --durations=5 "$file"
+    done
+}
+
+step "tools" tools
+step "lint" lint
+step "series" scripts/check_series.sh
+step "build" scripts/apply_and_build.sh
+step "test tools" test_tools
+step "tests of the scripts" run_tests build/ci/bin/python test/scripts
+step "tests of the series" run_tests build/venv/bin/python test/inductor
+printf '\nall done in %d s\n' "$SECONDS"
