@@ -282,7 +282,10 @@ class TestRefused(ProjectTestCase):
 
     def test_pip_finds_nothing(self) -> None:
         result = self.project.run(
-            "apply_and_build.sh", PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull
+            "apply_and_build.sh",
+            PIP_NO_INDEX="1",
+            PIP_FIND_LINKS="",
+            PIP_CONFIG_FILE=os.devnull,
         )
         self.assert_refused(result, "torch 2.13.0", "--wheel FILE")
 
