@@ -201,6 +201,14 @@ def build(argv: list[str]) -> int:
     return 0
 
 
+def _state(tree: Path) -> tuple[str, str]:
+    """The last commit of a work tree and its uncommitted changes."""
+    return (
+        g.git(tree, "rev-parse", "HEAD").strip(),
+        g.git(tree, "status", "--porcelain").strip(),
+    )
+
+
 def worktree(argv: list[str]) -> int:
     parser = _parser(
         "Make a git work tree of the pinned wheel's Python files with each patch of the "
@@ -218,17 +226,21 @@ def worktree(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     pin = load_pin(args.pin)
     tree = Path(args.folder).absolute()
-    if tree.exists() and (not tree.is_dir() or any(tree.iterdir())):
-        raise UserError(
-            f"expected {tree} to be absent, found something there, which stays as it is; "
-            "export its commits and remove it, or name another folder"
-        )
     source = _find_wheel(args.wheel, pin)
     wheel.check_pin(source, pin)
     tree.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent) as temporary:
         aside = Path(temporary) / "tree"
         head = series.make_tree(aside, wheel.python_files(source), pin)
+        if tree.exists() and (not tree.is_dir() or any(tree.iterdir())):
+            if (tree / ".git").exists() and _state(tree) == (head, ""):
+                print(f"{tree}: nothing to do, the series is applied, at {head}")
+                return 0
+            raise UserError(
+                f"expected {tree} to be absent or to hold the series as it is, found "
+                "something else, which stays; export its commits and remove it, or name "
+                "another folder"
+            )
         if tree.exists():
             tree.rmdir()
         aside.replace(tree)

@@ -502,6 +502,73 @@ class TestGradients(RNNTestCase):
         expected = torch.autograd.grad(module(x)[0].square().sum(), leaves)
         self.assertEqual(actual, expected, atol=1e-5, rtol=1e-5)
 
+    @all_kinds
+    @parametrize("reverse", [False, True])
+    def test_gradcheck(self, kind, reverse):
+        module = make(kind, 2, 7, dtype=torch.float64)
+        state = make_state(module, 2, torch.float64)
+        states = [s[0].requires_grad_() for s in pytree.tree_leaves(state)]
+        x = torch.randn(4, 2, 2, dtype=torch.float64, requires_grad=True)
+
+        def fn(x, *tensors):
+            h, c, *weights = (
+                tensors if len(states) == 2 else (tensors[0], None, *tensors[1:])
+            )
+            output = torch.ops.torch_rnn.rnn_layer(
+                x, weights, h, c, module.mode, True, reverse
+            )
+            return output[: 1 + len(states)]
+
+        self.assertTrue(
+            torch.autograd.gradcheck(fn, (x, *states, *module._flat_weights))
+        )
+
+    @all_kinds
+    @torch._dynamo.config.patch(allow_rnn=True)
+    def test_training_is_one_node_per_layer_and_direction(self, kind):
+        counts = []
+        for seq_len in (3, 40):
+            torch._dynamo.reset()
+            module = make(kind, 6, 7, 2, bidirectional=True).train()
+            recorder = GraphRecorder()
+            fn = torch.compile(module, backend=recorder, fullgraph=True)
+            fn(torch.randn(seq_len, 3, 6))[0].sum().backward()
+            layers = [t for t in recorder.layers() if "backward" not in t]
+            self.assertEqual(len(layers), 4)
+            counts.append(len(recorder.targets()))
+        self.assertEqual(counts[0], counts[1])
+
+    @all_kinds
+    @torch._dynamo.config.patch(allow_rnn=True)
+    def test_training_follows_eager(self, kind):
+        class Forecaster(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rnn = make(kind, 1, 8, batch_first=True)
+                self.head = nn.Linear(self.rnn.proj_size or 8, 1)
+
+            def forward(self, x):
+                return self.head(self.rnn(x)[0])
+
+        torch.manual_seed(0)
+        eager = Forecaster().train()
+        compiled_module = copy.deepcopy(eager)
+        compiled = torch.compile(compiled_module, fullgraph=True)
+        wave = torch.sin(torch.arange(31.0) / 3 + torch.arange(4.0)[:, None])[..., None]
+        losses = []
+        for fn, module in ((eager, eager), (compiled, compiled_module)):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            curve = []
+            for _ in range(50):
+                optimizer.zero_grad()
+                loss = (fn(wave[:, :-1]) - wave[:, 1:]).square().mean()
+                loss.backward()
+                optimizer.step()
+                curve.append(loss.item())
+            losses.append(curve)
+        self.assertLess(losses[0][-1], losses[0][0])
+        self.assertEqual(losses[0], losses[1], atol=1e-4, rtol=1e-4)
+
     @parametrize("allow_rnn", [False, True])
     def test_eval_with_grad_mode_on(self, allow_rnn):
         module = make("LSTM", 6, 7)

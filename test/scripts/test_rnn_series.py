@@ -176,8 +176,18 @@ class TestWorktree(ProjectTestCase):
     def test_existing_tree_is_kept(self) -> None:
         self.project.tree.mkdir(parents=True)
         (self.project.tree / "mine").write_text("work")
-        self.assert_refused(self.project.worktree(), "stays as it is")
+        self.assert_refused(self.project.worktree(), "which stays")
         self.assertEqual((self.project.tree / "mine").read_text(), "work")
+
+    def test_second_run_does_nothing(self) -> None:
+        self.assert_works(self.project.worktree())
+        head = self.project.head()
+        result = self.project.worktree()
+        self.assert_works(result)
+        self.assertIn("nothing to do", result.stdout)
+        self.project.commit("[x] mine", "--allow-empty")
+        self.assert_refused(self.project.worktree(), "which stays")
+        self.assertNotEqual(self.project.head(), head)
 
     def test_no_tree_to_export(self) -> None:
         result = self.project.run("export_patches.sh")

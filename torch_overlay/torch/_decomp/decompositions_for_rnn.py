@@ -20,10 +20,18 @@ _RNN_FUNCTIONS = {
 _GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
 _lib = torch.library.Library("torch_rnn", "DEF")
+_ARGS = (
+    "Tensor input, Tensor[] weights, Tensor hx, Tensor? cx, str mode, bool has_biases, "
+    "bool reverse, *, ScalarType? autocast_dtype=None"
+)
 _lib.define(
-    "rnn_layer(Tensor input, Tensor[] weights, Tensor hx, Tensor? cx, str mode, "
-    "bool has_biases, bool reverse, *, ScalarType? autocast_dtype=None) "
-    "-> (Tensor output, Tensor hy, Tensor cy)",
+    f"rnn_layer({_ARGS}) -> (Tensor output, Tensor hy, Tensor cy)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+# Runs the layer again, so that the forward keeps nothing of the time steps.
+_lib.define(
+    f"rnn_layer_backward(Tensor grad_output, Tensor grad_hy, Tensor? grad_cy, {_ARGS}) "
+    "-> (Tensor grad_input, Tensor grad_hx, Tensor grad_cx, Tensor[] grad_weights)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -79,19 +87,52 @@ def _check_args(input, weights, hx, cx, mode, has_biases):
         )
 
 
-def _rnn_layer_cpu(
-    input, weights, hx, cx, mode, has_biases, reverse, *, autocast_dtype=None
-):
-    _check_args(input, weights, hx, cx, mode, has_biases)
+def _call_aten(input, weights, hx, cx, mode, has_biases, reverse, autocast_dtype):
     x = input.flip(0) if reverse else input
     state = hx.unsqueeze(0) if cx is None else [hx.unsqueeze(0), cx.unsqueeze(0)]
     with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None):
         output, *final = _RNN_FUNCTIONS[mode](
             x, state, weights, has_biases, 1, 0.0, False, False, False
         )
-    output = output.flip(0) if reverse else output.contiguous()
-    hy, cy = (*(s.squeeze(0) for s in final), input.new_empty(0))[:2]
-    return output, hy, cy
+    output = output.flip(0) if reverse else output
+    return output, *(s.squeeze(0) for s in final)
+
+
+def _rnn_layer_cpu(
+    input, weights, hx, cx, mode, has_biases, reverse, *, autocast_dtype=None
+):
+    _check_args(input, weights, hx, cx, mode, has_biases)
+    output, hy, *cy = _call_aten(
+        input, weights, hx, cx, mode, has_biases, reverse, autocast_dtype
+    )
+    return output.contiguous(), hy, *(cy or [input.new_empty(0)])
+
+
+def _rnn_layer_backward_cpu(
+    grad_output,
+    grad_hy,
+    grad_cy,
+    input,
+    weights,
+    hx,
+    cx,
+    mode,
+    has_biases,
+    reverse,
+    *,
+    autocast_dtype=None,
+):
+    leaves = [input, hx, *([] if cx is None else [cx]), *weights]
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        x, h, *rest = leaves
+        c = None if cx is None else rest.pop(0)
+        outputs = _call_aten(x, rest, h, c, mode, has_biases, reverse, autocast_dtype)
+        grads = [grad_output, grad_hy, grad_cy][: len(outputs)]
+        grads = torch.autograd.grad(outputs, leaves, grads)
+    grad_x, grad_h, *grad_rest = (g.contiguous() for g in grads)
+    grad_c = input.new_empty(0) if cx is None else grad_rest.pop(0)
+    return grad_x, grad_h, grad_c, grad_rest
 
 
 def _rnn_layer_fake(
@@ -116,8 +157,40 @@ def _rnn_layer_fake(
     return output, hy, cx.new_empty(cx.shape, dtype=state_dtype)
 
 
+def _rnn_layer_backward_fake(
+    grad_output, grad_hy, grad_cy, input, weights, hx, cx, *args, **kwargs
+):
+    grad_c = input.new_empty(0) if cx is None else cx.new_empty(cx.shape)
+    grad_weights = [w.new_empty(w.shape) for w in weights]
+    return input.new_empty(input.shape), hx.new_empty(hx.shape), grad_c, grad_weights
+
+
+def _setup_context(ctx, inputs, keyword_only_inputs, output):
+    input, weights, hx, cx, *ctx.args = inputs
+    ctx.kwargs = keyword_only_inputs
+    ctx.save_for_backward(input, hx, cx, *weights)
+
+
+def _backward(ctx, grad_output, grad_hy, grad_cy):
+    input, hx, cx, *weights = ctx.saved_tensors
+    grad_x, grad_h, grad_c, grad_weights = torch.ops.torch_rnn.rnn_layer_backward(
+        *(grad_output, grad_hy, None if cx is None else grad_cy),
+        *(input, weights, hx, cx, *ctx.args),
+        **ctx.kwargs,
+    )
+    no_grads = [None] * len(ctx.args)
+    return grad_x, grad_weights, grad_h, None if cx is None else grad_c, *no_grads
+
+
 _lib.impl("rnn_layer", _rnn_layer_cpu, "CPU")
+_lib.impl("rnn_layer_backward", _rnn_layer_backward_cpu, "CPU")
 torch.library.register_fake("torch_rnn::rnn_layer", _rnn_layer_fake, lib=_lib)
+torch.library.register_fake(
+    "torch_rnn::rnn_layer_backward", _rnn_layer_backward_fake, lib=_lib
+)
+torch.library.register_autograd(
+    "torch_rnn::rnn_layer", _backward, setup_context=_setup_context, lib=_lib
+)
 
 
 def rnn_layer(
@@ -133,7 +206,8 @@ def rnn_layer(
     r"""Run one direction of one recurrent layer over a whole sequence on CPU.
 
     The formulas are those of :class:`torch.nn.LSTM`, :class:`torch.nn.GRU` and
-    :class:`torch.nn.RNN`.  Inference only: the operator has no derivative.
+    :class:`torch.nn.RNN`.  The derivative runs the layer
+    again; it has no derivative itself.
 
     Args:
         input: ``(T, B, I)``; T must not be 0.
@@ -172,11 +246,9 @@ def _autocast_dtype() -> torch.dtype | None:
 
 
 def can_use_rnn_layer(input: Tensor, states, params) -> bool:
-    """Whether a layer may become one node: all of it on CPU and no gradient wanted."""
+    """Whether a layer may become one node: all of it is on CPU."""
     tensors = [input, *states, *(p for layer in params for p in layer)]
-    if any(t.device.type != "cpu" for t in tensors):
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    return all(t.device.type == "cpu" for t in tensors)
 
 
 def _onednn_serves(dtype: torch.dtype) -> bool:
@@ -212,8 +284,11 @@ def one_layer_lstm(inp, hidden, params, has_biases, reverse=False):
                 t.to(autocast_dtype) for t in (inp, hx, cx, *params)
             )
             autocast_dtype = None
-        dtypes = {t.dtype for t in (inp, hx, cx, *params)}
-        if len(dtypes) == 1 and _onednn_serves(inp.dtype):
+        tensors = (inp, hx, cx, *params)
+        # oneDNN's operator is called without the workspace that a backward needs.
+        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        one_dtype = len({t.dtype for t in tensors}) == 1
+        if one_dtype and not wants_grad and _onednn_serves(inp.dtype):
             return _onednn_lstm_layer(inp, hx, cx, params, has_biases, reverse)
     output, hy, cy = rnn_layer(
         inp, params, hx, cx, "LSTM", has_biases, reverse, autocast_dtype

@@ -9,9 +9,9 @@ from .exc import unimplemented
 def is_captured(layer: torch.nn.Module) -> bool:
     """Whether tracing goes into a layer's forward in the present grad mode.
 
-    On CPU in inference a layer becomes nodes whose number does not depend on the
-    sequence length.  With gradients, under a function transform or on another device
-    it would be unrolled over time, which ``config.allow_rnn`` asks for.
+    On CPU a layer becomes nodes whose number does not depend on the sequence length.
+    With gradients such a node costs more than eager, and on other devices a layer is
+    unrolled over time: both are captured only if ``config.allow_rnn`` asks for it.
     """
     if config.allow_rnn:
         return True
