@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import unittest
 
@@ -822,6 +823,44 @@ class TestLayerOp(RNNTestCase):
                 torch.ops.torch_rnn.rnn_layer(**{**good, **change})
 
 
+class TestExport(RNNTestCase):
+    def dynamic_shapes(self):
+        dim = torch.export.Dim
+        return ({0: dim("T", min=1, max=4096), 1: dim("B", min=1, max=4096)},)
+
+    @all_kinds
+    @parametrize("strict", [False, True])
+    def test_dynamic_length_and_batch(self, kind, strict):
+        module = make(kind, 6, 7, 2, bidirectional=True)
+        with torch.no_grad():
+            program = torch.export.export(
+                module,
+                (torch.randn(5, 3, 6),),
+                dynamic_shapes=self.dynamic_shapes(),
+                strict=strict,
+            ).run_decompositions()
+            layers = [n for n in program.graph.nodes if "rnn_layer" in str(n.target)]
+            self.assertEqual(len(layers), 4)
+            for shape in ((2, 1, 6), (57, 4, 6), (300, 2, 6)):
+                x = torch.randn(shape)
+                self.assertEqual(program.module()(x), module(x))
+
+    @parametrize("kind", ["LSTM", "GRU"])
+    def test_aot_inductor(self, kind):
+        module = make(kind, 6, 7)
+        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            program = torch.export.export(
+                module, (torch.randn(5, 3, 6),), dynamic_shapes=self.dynamic_shapes()
+            )
+            path = torch._inductor.aoti_compile_and_package(
+                program, package_path=os.path.join(folder, "layer.pt2")
+            )
+            loaded = torch._inductor.aoti_load_package(path)
+            for shape in ((2, 1, 6), (57, 4, 6)):
+                x = torch.randn(shape)
+                self.assert_close_to_double(module, loaded(x), (x,))
+
+
 class TestModuleState(RNNTestCase):
     def assert_plain(self, module):
         for name, w in zip(module._flat_weights_names, module._flat_weights):
@@ -937,6 +976,7 @@ instantiate_parametrized_tests(TestGradients)
 instantiate_parametrized_tests(TestWeightPack)
 instantiate_parametrized_tests(TestLayerOp)
 instantiate_parametrized_tests(TestModuleState)
+instantiate_parametrized_tests(TestExport)
 
 if __name__ == "__main__":
     run_tests()
