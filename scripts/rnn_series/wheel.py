@@ -28,7 +28,8 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 def obtain(pin: Pin, cache: Path) -> Path:
     """Download the pinned wheel with the user's own pip configuration, once."""
     cache.mkdir(parents=True, exist_ok=True)
-    for path in sorted(cache.glob(f"torch-{pin.version}*.whl")):
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for path in sorted(cache.glob(f"torch-{pin.version}*-{tag}-*.whl")):
         return path
     said = ""
     for version in (f"{pin.version}+cpu", pin.version):
