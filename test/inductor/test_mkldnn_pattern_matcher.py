@@ -295,7 +295,10 @@ class TestNumerics(RNNTestCase):
             if not with_state:
                 state = pytree.tree_map(torch.zeros_like, state)
             with torch.no_grad():
-                self.assertEqual(decompose(module, x, state), module(x, state))
+                actual = decompose(module, x, state)
+                self.assertEqual(actual, module(x, state))
+                if dtype == torch.float32:
+                    self.assert_close_to_double(module, actual, (x, state))
 
     @freezing
     @parametrize(
