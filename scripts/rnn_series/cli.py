@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -36,7 +37,7 @@ def _check_machine() -> None:
         (["c++", "g++", "clang++"], "a C++ compiler"),
     ):
         if "c++" in names and os.environ.get("CXX"):
-            names = [os.environ["CXX"]]
+            names = shlex.split(os.environ["CXX"])[:1]
         if not any(shutil.which(n) for n in names):
             raise UserError(
                 f"expected {what}, found none of {names} on PATH; install one"
@@ -110,7 +111,8 @@ def _changed(source: Path, files: dict[str, bytes]) -> dict[str, str]:
 
 def _verify(python: Path, expected: dict) -> list[dict]:
     result = subprocess.run(
-        [str(python), str(Path(verify.__file__))],
+        # Isolated, so that the modules beside verify.py are not taken for others'.
+        [str(python), "-I", str(Path(verify.__file__))],
         input=json.dumps(expected),
         capture_output=True,
         text=True,
@@ -243,6 +245,7 @@ def worktree(argv: list[str]) -> int:
             )
         if tree.exists():
             tree.rmdir()
+        series.note_origin(aside, pin)
         aside.replace(tree)
     print(
         f"{tree}: PyTorch {pin.version}, {len(series.load(pin))} commits on top, at {head}"

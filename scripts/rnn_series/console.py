@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -44,19 +45,20 @@ class Steps:
 
 def run_main(main: Callable[[list[str]], int]) -> None:
     """Run a command line entry point and exit with its status."""
+    # So that what was being made aside is removed when the process is told to end.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         status = main(sys.argv[1:])
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         status = 1
     except OSError as e:
-        if e.errno != errno.ENOSPC:
-            raise
-        where = f" while writing {e.filename}" if e.filename else ""
-        print(
-            f"error: expected free disk space, found none{where}; free some and run again",
-            file=sys.stderr,
-        )
+        where = f" at {e.filename}" if e.filename else ""
+        if e.errno == errno.ENOSPC:
+            said = f"expected free disk space, found none{where}; free some"
+        else:
+            said = f"expected to read and write files, found: {e.strerror}{where}; mend that"
+        print(f"error: {said} and run again", file=sys.stderr)
         status = 1
     except KeyboardInterrupt:
         print("error: interrupted; run the same command again", file=sys.stderr)

@@ -19,7 +19,8 @@ def python_of(folder: Path) -> Path:
 def installed(folder: Path) -> str:
     """The key of the wheel that the environment has, or an empty string."""
     marker = folder / _MARKER
-    return marker.read_text().strip() if marker.is_file() else ""
+    usable = marker.is_file() and python_of(folder).exists()
+    return marker.read_text().strip() if usable else ""
 
 
 def prepare(folder: Path) -> None:

@@ -13,7 +13,8 @@ IDENTITY = {"NAME": "RNN on CPU", "EMAIL": "rnn-cpu@localhost"}
 ROOT_DATE = "2000-01-01T00:00:00Z"
 _FLAGS = (
     "-c core.hooksPath=/dev/null -c commit.gpgSign=false -c core.autocrlf=false "
-    "-c core.fileMode=false -c gc.auto=0 -c apply.whitespace=nowarn"
+    "-c core.fileMode=false -c gc.auto=0 -c apply.whitespace=nowarn "
+    "-c core.attributesFile=/dev/null"
 ).split()
 
 
@@ -22,6 +23,7 @@ def _environment(tree: Path) -> dict[str, str]:
     env.update(
         GIT_CONFIG_GLOBAL=os.devnull,
         GIT_CONFIG_NOSYSTEM="1",
+        GIT_ATTR_NOSYSTEM="1",
         # Without it git works on a repository around the tree and skips every file.
         GIT_CEILING_DIRECTORIES=str(tree.resolve().parent),
         GIT_AUTHOR_DATE=ROOT_DATE,

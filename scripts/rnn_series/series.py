@@ -8,6 +8,8 @@ that it brings are one commit.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import tempfile
@@ -153,6 +155,9 @@ def make_tree(tree: Path, files: dict[str, bytes], pin: Pin) -> str:
     """
     tree.mkdir(parents=True)
     g.git(tree, "init", "--quiet", "--initial-branch=main")
+    exclude = tree / ".git" / "info" / "exclude"
+    exclude.parent.mkdir(exist_ok=True)
+    exclude.write_text("__pycache__/\n")
     for name, data in files.items():
         path = tree / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -239,11 +244,22 @@ def export(
     base_files = set(g.git(tree, "ls-tree", "-r", "--name-only", BASE_TAG).splitlines())
     owner: dict[str, str] = {}
     entries: list[Entry] = []
-    for commit in g.git(tree, "rev-list", "--reverse", f"{BASE_TAG}..HEAD").split():
+    span = f"{BASE_TAG}..HEAD"
+    if merges := g.git(tree, "rev-list", "--merges", span).split():
+        raise UserError(
+            f"expected a straight line of commits, found the merge {merges[0]}; rebase it "
+            "away and export again"
+        )
+    for commit in g.git(tree, "rev-list", "--reverse", span).split():
         subject, body = g.git(tree, "log", "-1", "--format=%s%x00%b", commit).split(
             "\0"
         )
         entry = Entry(_slug(subject, known))
+        if entry.slug in {e.slug for e in entries}:
+            raise UserError(
+                f"expected a title of its own for each commit, found two that become "
+                f"{entry.slug}.patch; amend {subject!r} and export again"
+            )
         for problem in message_problems(body):
             raise UserError(
                 f"{problem} of {subject!r}; amend the commit and export again"
@@ -293,29 +309,70 @@ def export(
     return entries
 
 
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def _note(tree: Path) -> Path:
+    return tree / ".git" / "rnn-exported.json"
+
+
+def note_origin(tree: Path, pin: Pin) -> None:
+    """Note the files that ``tree`` was made from, to tell later edits of them apart."""
+    paths = [pin.folder / "series"]
+    for entry in load(pin):
+        paths.append(patch_path(pin, entry.slug))
+        paths += [source for source, _ in entry.brought()]
+    noted = {p.relative_to(ROOT).as_posix(): _digest(p) for p in paths}
+    _note(tree).write_text(json.dumps(noted))
+
+
 def export_in_place(tree: Path, pin: Pin) -> tuple[list[Entry], list[str]]:
     """Export into this repository; everything is written aside first, then moved.
 
-    Returns the entries and the paths, relative to the repository, that changed.
+    A file that was edited here since the tree was made stays if the tree has not
+    changed it; if both have, nothing is written.  Returns the entries and the paths,
+    relative to the repository, that changed.
     """
+    note = _note(tree)
+    noted: dict[str, str] = json.loads(note.read_text()) if note.is_file() else {}
+
+    def edited_here(name: str) -> bool:
+        return bool(noted) and _digest(ROOT / name) != noted.get(name, "")
+
     build = ROOT / "build"
     build.mkdir(exist_ok=True)
-    changed: list[str] = []
     with tempfile.TemporaryDirectory(dir=build) as temporary:
         aside = Path(temporary)
         patches = aside / pin.folder.relative_to(ROOT)
         patches.mkdir(parents=True)
         entries = export(tree, pin, patches, aside / "torch_overlay", aside)
-        for new in sorted(p for p in aside.rglob("*") if p.is_file()):
-            name = new.relative_to(aside)
-            old = ROOT / name
-            if not old.is_file() or old.read_bytes() != new.read_bytes():
-                old.parent.mkdir(parents=True, exist_ok=True)
-                new.replace(old)
-                changed.append(name.as_posix())
-    keep = {e.slug for e in entries}
-    for path in pin.folder.glob("*.patch"):
-        if path.stem not in keep:
-            path.unlink()
-            changed.append(path.relative_to(ROOT).as_posix())
+        exported = {
+            p.relative_to(aside).as_posix(): p
+            for p in sorted(aside.rglob("*"))
+            if p.is_file()
+        }
+        digests = {name: _digest(path) for name, path in exported.items()}
+        stale = [
+            name
+            for p in sorted(pin.folder.glob("*.patch"))
+            if (name := p.relative_to(ROOT).as_posix()) not in exported
+        ]
+        changed = [
+            name
+            for name, digest in digests.items()
+            if digest not in (_digest(ROOT / name), noted.get(name))
+        ] + stale
+        if clash := [name for name in changed if edited_here(name)]:
+            raise UserError(
+                f"expected {', '.join(clash)} as when {tree} was made, found edits made "
+                "here since; commit them into the work tree or undo them, and export again"
+            )
+        for name in changed:
+            if name in exported:
+                (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
+                exported[name].replace(ROOT / name)
+            else:
+                (ROOT / name).unlink()
+        note.write_text(json.dumps(digests))
     return entries, changed

@@ -6,6 +6,7 @@ import base64
 import copy
 import csv
 import hashlib
+import importlib.util
 import io
 import os
 import re
@@ -23,14 +24,19 @@ from .pin import Pin
 # A fixed time for the members that are written anew, so that packing is reproducible.
 _MEMBER_TIME = (2026, 1, 1, 0, 0, 0)
 _LOCAL_HEADER = struct.Struct("<26xHH")
+_PYTHON_TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
 def obtain(pin: Pin, cache: Path) -> Path:
     """Download the pinned wheel with the user's own pip configuration, once."""
     cache.mkdir(parents=True, exist_ok=True)
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    for path in sorted(cache.glob(f"torch-{pin.version}*-{tag}-*.whl")):
+    for path in sorted(cache.glob(f"torch-{pin.version}*-{_PYTHON_TAG}-*.whl")):
         return path
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(
+            f"expected pip in {sys.executable}, found none; install it (on Debian: "
+            "apt-get install python3-pip) or give --wheel FILE"
+        )
     said = ""
     for version in (f"{pin.version}+cpu", pin.version):
         with tempfile.TemporaryDirectory(dir=cache) as aside:
@@ -61,7 +67,7 @@ def open_wheel(path: Path) -> zipfile.ZipFile:
 
 
 def check_pin(path: Path, pin: Pin) -> None:
-    """Raise unless the wheel is of the pinned version and commit."""
+    """Raise unless the wheel is of the pinned version and commit, and for this Python."""
     with open_wheel(path) as wheel:
         try:
             text = wheel.read("torch/version.py").decode()
@@ -76,6 +82,11 @@ def check_pin(path: Path, pin: Pin) -> None:
         values.get("git_version", "no commit"),
         str(path),
     )
+    if not re.fullmatch(rf"torch-[^-]+-{_PYTHON_TAG}-[^-]+-[^-]+\.whl", path.name):
+        raise UserError(
+            f"expected a wheel named torch-VERSION-{_PYTHON_TAG}-ABI-PLATFORM.whl, found "
+            f"{path.name}; give --wheel one for this Python, under its own name"
+        )
 
 
 def python_files(path: Path) -> dict[str, bytes]:
@@ -150,7 +161,15 @@ def pack(source: Path, files: dict[str, bytes], pin: Pin, target: Path) -> None:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_suffix(".part")
-    with open_wheel(source) as old, zipfile.ZipFile(aside, "w") as new:
+    try:
+        _write(source, files, pin, aside)
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _write(source: Path, files: dict[str, bytes], pin: Pin, target: Path) -> None:
+    with open_wheel(source) as old, zipfile.ZipFile(target, "w") as new:
         (info_dir,) = {
             n.split("/")[0]
             for n in old.namelist()
@@ -188,4 +207,3 @@ def pack(source: Path, files: dict[str, bytes], pin: Pin, target: Path) -> None:
             [*packer.record, [record, "", ""]]
         )
         packer.write(record, out.getvalue().encode(), recorded=False)
-    aside.replace(target)

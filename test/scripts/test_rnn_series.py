@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -179,6 +180,42 @@ class TestWorktree(ProjectTestCase):
         self.assert_refused(self.project.worktree(), "which stays")
         self.assertEqual((self.project.tree / "mine").read_text(), "work")
 
+    def test_edits_beside_the_tree_are_kept(self) -> None:
+        self.assert_works(self.project.worktree())
+        test = self.project.root / "test/inductor/test_mkldnn_pattern_matcher.py"
+        test.write_text(test.read_text() + "# edited here\n")
+        before = self.project.files()
+        self.assert_works(self.project.run("export_patches.sh"))
+        self.assertEqual(self.project.files(), before)
+        there = (
+            self.project.tree
+            / series.RENAMED_TESTS[test.relative_to(self.project.root).as_posix()]
+        )
+        there.write_text(there.read_text() + "# edited there\n")
+        self.project.commit("", "--amend", "--no-edit", "--allow-empty-message")
+        result = self.project.run("export_patches.sh")
+        self.assert_refused(result, test.name, "edits made here since")
+        self.assertEqual(self.project.files(), before)
+
+    def test_two_commits_of_one_title(self) -> None:
+        self.assert_works(self.project.worktree())
+        for _ in range(2):
+            self.project.commit(MESSAGE, "--allow-empty")
+        result = self.project.run("export_patches.sh")
+        self.assert_refused(result, "say-hello.patch")
+
+    def test_merge(self) -> None:
+        self.assert_works(self.project.worktree())
+        git = ["git", "-C", str(self.project.tree)]
+        subprocess.run([*git, "checkout", "--quiet", "-b", "side", "HEAD^"], check=True)
+        self.project.commit(MESSAGE, "--allow-empty")
+        identity = ["-c", "user.name=A B", "-c", "user.email=a@b.c"]
+        subprocess.run(
+            [*git, *identity, "merge", "--quiet", "-m", "m", "main"], check=True
+        )
+        result = self.project.run("export_patches.sh")
+        self.assert_refused(result, "the merge", "rebase")
+
     def test_second_run_does_nothing(self) -> None:
         self.assert_works(self.project.worktree())
         head = self.project.head()
@@ -204,6 +241,9 @@ class TestWorktree(ProjectTestCase):
         for name in ("pre-commit", "applypatch-msg", "pre-applypatch", "commit-msg"):
             (hooks / name).write_text("#!/bin/sh\nexit 1\n")
             (hooks / name).chmod(0o755)
+        attributes = self.folder / ".config" / "git" / "attributes"
+        attributes.parent.mkdir(parents=True)
+        attributes.write_text("*.py text eol=crlf\n")
         (self.folder / ".gitconfig").write_text(
             "[commit]\n\tgpgSign = true\n[apply]\n\twhitespace = error-all\n"
             f"[core]\n\thooksPath = {hooks}\n\tautocrlf = true\n"
@@ -278,6 +318,14 @@ class TestRefused(ProjectTestCase):
             self.assert_refused(result, PIN.version, PIN.commit, version, commit)
         self.assertFalse((self.project.root / "dist").exists())
 
+    def test_wheel_for_another_python(self) -> None:
+        path = self.fake_wheel(PIN.version, PIN.commit)
+        for name in (path.name.replace("-cp311-", "-cp39-"), "torch.whl"):
+            other = path.rename(self.folder / name)
+            result = self.project.run("apply_and_build.sh", "--wheel", str(other))
+            self.assert_refused(result, name, "for this Python")
+            path = other.rename(path)
+
     def test_not_a_wheel(self) -> None:
         path = self.folder / "torch.whl"
         for content in (None, b"not a zip"):
@@ -349,6 +397,24 @@ class TestConsole(unittest.TestCase):
         self.assertEqual(status, 1)
         self.assertEqual(len(said.splitlines()), 1)
         self.assertIn("dist/x.whl", said)
+
+    def test_other_error_of_a_file(self) -> None:
+        status, said = self.exit_of(PermissionError(errno.EACCES, "Denied", "dist"))
+        self.assertEqual(status, 1)
+        self.assertEqual(len(said.splitlines()), 1)
+        self.assertIn("Denied at dist", said)
+
+    def test_told_to_end(self) -> None:
+        def main(argv: list[str]) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 0
+
+        before = signal.getsignal(signal.SIGTERM)
+        self.addCleanup(signal.signal, signal.SIGTERM, before)
+        with self.assertRaises(SystemExit) as stopped:
+            with contextlib.redirect_stderr(io.StringIO()):
+                console.run_main(main)
+        self.assertEqual(stopped.exception.code, 130)
 
     def test_interrupted(self) -> None:
         status, said = self.exit_of(KeyboardInterrupt())
