@@ -1,0 +1,1 @@
+"""What scripts/bench_rnn.py is made of."""
