@@ -48,7 +48,7 @@ from typing import Any
 from rnn_bench import report
 from rnn_bench.suite import Entry, load_suite
 from rnn_bench.worker import SGEMM_SIZE
-from rnn_series.console import UserError, run_main
+from rnn_series.console import run_main, UserError
 
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -148,7 +148,6 @@ class Worker:
 def prepare(entry: Entry, folder: Path, with_onnx: bool) -> tuple[list[Any], str]:
     """Write the input and the ONNX graph; give the exact result and why there is no graph."""
     import numpy as np
-
     from rnn_bench.models import build, exact
 
     model, x = build(entry)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper, TensorProto
 
-from .suite import GATES, Entry
+from .suite import Entry, GATES
 
 
 OPSET = 17
@@ -157,11 +157,9 @@ def write_onnx(
             x, states = add(graph, entry, model, number, x)
             finals.append(states)
         outputs = [x]
-        for states in zip(*finals):
-            stack = len(states) > 1
-            outputs.append(
-                graph.node("Concat", *states, axis=0) if stack else states[0]
-            )
+        for parts in zip(*finals):
+            one = len(parts) == 1
+            outputs.append(parts[0] if one else graph.node("Concat", *parts, axis=0))
     made = helper.make_graph(
         graph.nodes,
         entry.name,

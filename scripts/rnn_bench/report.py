@@ -20,6 +20,13 @@ LABELS = {
     "frozen": "ours, frozen",
     "aoti": "ours, AOTInductor",
 }
+_FASTER, _SLOWER = "#5fae7f", "#d98a72"
+_MARKERS = {
+    "eager": ("o", "#222222"),
+    "stock": ("x", "#8a5a00"),
+    "onnxruntime": ("^", "#1f5fa8"),
+    "openvino": ("s", "#7a3fa0"),
+}
 GROUPS = ("B=1", "1<B<32", "B>=32")
 
 
@@ -148,57 +155,56 @@ def chart(data: dict[str, Any], path: Path) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     rows = [row for row in data["entries"] if row["best_peer_over_ours"]][::-1]
-    figure, axes = pyplot.subplots(figsize=(9, 1.8 + 0.36 * len(rows)))
-    speeds = [row["best_peer_over_ours"] for row in rows]
+    figure, axes = pyplot.subplots(
+        figsize=(10, 1.5 + 0.34 * len(rows)), layout="constrained"
+    )
     places = list(range(len(rows)))
-    colours = ["#2a7f4f" if speed >= 1 else "#b5462f" for speed in speeds]
+    speeds = [row["best_peer_over_ours"] for row in rows]
+    colours = [_FASTER if speed >= 1 else _SLOWER for speed in speeds]
     # From 1 outwards: to the right is faster than the best peer, to the left slower.
-    axes.barh(places, [s - 1 for s in speeds], left=1, color=colours, height=0.6)
-    for place, speed in zip(places, speeds):
-        side, shift = ("left", 5) if speed >= 1 else ("right", -5)
-        axes.annotate(
-            f"{speed:.2f}",
-            (speed, place),
-            xytext=(shift, 0),
-            textcoords="offset points",
-            ha=side,
-            va="center",
-            fontsize=8,
-        )
-    markers = {"eager": "o", "stock": "x", "onnxruntime": "^", "openvino": "s"}
-    for name, marker in markers.items():
+    axes.barh(places, [s - 1 for s in speeds], left=1, color=colours, height=0.62)
+    for name, (marker, colour) in _MARKERS.items():
         points = [
-            (_ms(row, row["best_peer"]) / ms, place)  # type: ignore[operator]
+            (row["best_peer_over_ours"] * _ms(row, OURS) / ms, place)
             for place, row in zip(places, rows)
             if (ms := _ms(row, name)) is not None
         ]
         if points:
-            style = {"marker": marker, "s": 26, "zorder": 3, "linewidths": 1}
-            colour = {"c": "#444444"} if marker == "x" else {"edgecolors": "#444444"}
-            face = {} if marker == "x" else {"facecolors": "none"}
             x, y = zip(*points)
-            axes.scatter(x, y, label=LABELS[name], **style, **colour, **face)
+            axes.scatter(
+                x, y, s=30, marker=marker, c=colour, label=LABELS[name], zorder=3
+            )
+    for place, speed, colour in zip(places, speeds, colours):
+        # In a column of its own, right of the axes, where no marker can cover it.
+        axes.annotate(
+            f"{speed:.2f}",
+            (1.01, place),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            color=colour,
+            weight="bold",
+        )
     axes.axvline(1, color="#444444", linewidth=1)
     axes.set_yticks(places, [f"{row['name']}  {row['shape']}" for row in rows])
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("log")
+    ticks = [t for n in range(-3, 3) for t in (10.0**n, 2 * 10.0**n, 5 * 10.0**n)]
+    low, high = axes.get_xlim()
+    axes.set_xticks([t for t in ticks if low <= t <= high])
+    axes.set_xlim(low, high)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.margins(x=0.12)
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel(
+        "speed, best peer = 1; bars and numbers: this build, compiled, frozen"
+    )
     mean = data["summary"]["all"]["geomean_best_peer_over_ours"]
-    axes.set_xlabel("speed, best peer = 1 (bars: this build, compiled and frozen)")
     axes.set_title(
-        f"{data['settings']['threads']} thread(s), float32, {data['machine']['cpu']}: "
-        f"geometric mean {mean:.2f}",
-        fontsize=10,
+        f"{data['machine']['cpu']}, {data['settings']['threads']} thread(s), float32: "
+        f"geometric mean {mean:.2f}"
     )
-    axes.legend(
-        fontsize=8,
-        ncol=4,
-        loc="lower center",
-        bbox_to_anchor=(0.4, -0.02),
-        frameon=False,
-    )
-    axes.legend_.set_bbox_to_anchor((0.5, 1.0), transform=axes.transAxes)
-    figure.savefig(path, dpi=130, bbox_inches="tight", format="png")
+    figure.legend(loc="outside lower center", ncols=len(_MARKERS), frameon=False)
+    # Renamed when it is whole, like the other files.
+    aside = path.with_name(path.name + ".part")
+    figure.savefig(aside, dpi=130, format="png")
+    aside.replace(path)
     pyplot.close(figure)

@@ -163,7 +163,7 @@ CONTENDERS: dict[str, Callable[[Job], tuple[Call, Any]]] = {
 
 
 def _time(call: Call, seconds: float) -> tuple[float, int]:
-    """Warm up for a fifth of the time, then time single calls: median and number."""
+    """Warm up for a fifth of the time, then time single calls: median and count."""
     clock = time.perf_counter
     gc.disable()
     start = clock()
@@ -171,9 +171,9 @@ def _time(call: Call, seconds: float) -> tuple[float, int]:
         call()
         if clock() - start > seconds / 5:
             break
-    times = []
+    times: list[float] = []
     start = before = clock()
-    while len(times) < 2 or before - start < seconds * 4 / 5:
+    while not times or before - start < seconds * 4 / 5:
         call()
         now = clock()
         times.append(now - before)
