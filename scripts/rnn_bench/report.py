@@ -190,7 +190,8 @@ def chart(data: dict[str, Any], path: Path) -> None:
     ticks = [t for n in range(-3, 3) for t in (10.0**n, 2 * 10.0**n, 5 * 10.0**n)]
     low, high = axes.get_xlim()
     axes.set_xticks([t for t in ticks if low <= t <= high])
-    axes.set_xlim(low, high)
+    # Room for the markers at the best peer.
+    axes.set_xlim(low, max(high, 1.1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(labelsize=8)
