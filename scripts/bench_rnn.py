@@ -11,11 +11,15 @@ How a figure comes about:
   is timed next, and the libraries' settings would mix. All processes of an entry are alive at
   once, but only the one that is asked works: the others are blocked in a read, and their pools
   have gone to sleep within the warm-up that precedes every timed block.
+- glibc gives large blocks back to the system, until a process has freed a larger one. By that
+  history alone eager takes 0.5 or 1.1 ms for the step of an LSTM of 256 units, so all processes
+  start where it would end.
 - Before timing, each result is compared with eager in float64 by ||out - ref|| / ||ref||, for
   each output. One that is further off than --limit is reported as wrong and not timed.
 - A round gives every contender one block, in an order that rotates; a block is a warm-up and
   then single calls. The figure of a block is the median of its calls, the figure of a contender
-  the median of its blocks. The product of two large matrices takes part as a contender: it is
+  the median of its blocks. Blocks are short and rounds are many, since a shared machine changes
+  its pace within seconds. The product of two large matrices takes part as a contender: it is
   the sgemm ceiling that GFLOP/s are compared with. FLOP are those of the matrix products.
 - "stock" is this build with the capture of the series switched off: the graph breaks at the
   layer, as in PyTorch 2.13.0 by default, and eager runs it. What 2.13.0 does with allow_rnn=True
@@ -37,6 +41,7 @@ import json
 import os
 import platform
 import select
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -46,8 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from rnn_bench import report
-from rnn_bench.suite import Entry, load_suite
-from rnn_bench.worker import SGEMM_SIZE
+from rnn_bench.suite import Entry, load_suite, SGEMM_SIZE
 from rnn_series.console import run_main, UserError
 
 
@@ -55,7 +59,14 @@ SCRIPTS = Path(__file__).resolve().parent
 ROOT = SCRIPTS.parent
 INSTALL = f"{sys.executable} -m pip install -r scripts/requirements-bench.txt"
 NEEDS = {"onnxruntime": ("onnx", "onnxruntime"), "openvino": ("onnx", "openvino")}
-SETUP_SECONDS = 600
+ANSWER_SECONDS = 600
+# Slow models get fewer rounds than asked for, but these.
+MIN_ROUNDS = 5
+# Where glibc's own thresholds end once a process has freed a block of 32 MB.
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
+}
 
 
 class Progress:
@@ -75,7 +86,7 @@ class Progress:
             self.task = self.bar.add_task("bench", total=total, step="")
             self.bar.start()
 
-    def step(self, text: str, advance: float = 0) -> None:
+    def step(self, text: str, advance: int = 0) -> None:
         if self.bar:
             self.bar.update(self.task, advance=advance, step=text)
             self.bar.refresh()
@@ -107,26 +118,29 @@ class Worker:
                 "PYTHONPATH": str(SCRIPTS),
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
+                **MALLOC,
             },
             text=True,
         )
-        self.job = {
-            "contender": name,
-            "entry": entry.as_json(),
-            "folder": str(folder),
-            "threads": args.threads,
-            "dynamic": args.dynamic,
-        }
+        self.send(
+            contender=name,
+            entry=entry.as_json(),
+            folder=str(folder),
+            threads=args.threads,
+            dynamic=args.dynamic,
+        )
 
-    def ask(self, **words: Any) -> dict[str, Any]:
-        assert self.process.stdin and self.process.stdout
-        try:
+    def send(self, **words: Any) -> None:
+        assert self.process.stdin
+        # If it has ended, receive() says so.
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(words) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            return self._ended()
-        if not select.select([self.process.stdout], [], [], SETUP_SECONDS)[0]:
-            return {"status": "failed", "reason": f"no answer in {SETUP_SECONDS} s"}
+
+    def receive(self) -> dict[str, Any]:
+        assert self.process.stdout
+        if not select.select([self.process.stdout], [], [], ANSWER_SECONDS)[0]:
+            return {"status": "failed", "reason": f"no answer in {ANSWER_SECONDS} s"}
         line = self.process.stdout.readline()
         return json.loads(line) if line else self._ended()
 
@@ -141,7 +155,11 @@ class Worker:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            # What was not sent any more is of no use.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]
         self.errors.close()
 
 
@@ -184,8 +202,6 @@ def measure(
     entry: Entry, names: list[str], args: argparse.Namespace, progress: Progress
 ) -> dict[str, Any]:
     """Run one entry: compare all contenders, then time those that are right."""
-    import statistics
-
     row = entry.as_json() | {"shape": entry.shape, "group": entry.group}
     row |= {"flop": entry.flop, "sgemm_flop": 2 * SGEMM_SIZE**3}
     contenders: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -195,45 +211,45 @@ def measure(
         progress.step(f"{entry.name}: exact result")
         exact, missing = prepare(entry, folder, any(name in NEEDS for name in names))
         try:
+            progress.step(f"{entry.name}: set up {len(names)} contenders")
             for name in names:
                 if missing and name in NEEDS:
                     contenders[name] = {"status": "skipped", "reason": missing}
-                    continue
-                progress.step(f"{entry.name}: set up {name}")
-                worker = workers[name] = Worker(name, entry, folder, args)
-                told = worker.ask(**worker.job)
-                if told["status"] != "ready":
-                    contenders[name] = told
-                    workers.pop(name).close()
-                    continue
-                contenders[name] = {"status": "ok", "setup_seconds": told["seconds"]}
-                if name == "sgemm":
-                    continue
-                error = error_of(folder / f"{name}.npz", exact)
-                contenders[name]["error"] = error if error < float("inf") else None
-                if not error <= args.limit:
-                    contenders[name] |= {
-                        "status": "wrong",
-                        "reason": f"relative error {error:.1e} above {args.limit:.1e}",
-                    }
+                else:
+                    workers[name] = Worker(name, entry, folder, args)
+            for name in list(workers):
+                told = workers[name].receive()
+                contenders[name] = told
+                if told["status"] == "ok" and name != "sgemm":
+                    error = error_of(folder / f"{name}.npz", exact)
+                    told["error"] = error if error < float("inf") else None
+                    if not error <= args.limit:
+                        told["status"] = "wrong"
+                        told["reason"] = (
+                            f"relative error {error:.1e} above {args.limit:.1e}"
+                        )
+                if told["status"] != "ok":
                     workers.pop(name).close()
             seconds = args.budget_seconds / args.rounds / max(1, len(workers))
-            for turn in range(args.rounds):
-                progress.step(
-                    f"{entry.name}: round {turn + 1} of {args.rounds}", 1 / args.rounds
-                )
+            start = time.monotonic()
+            for number in range(args.rounds):
+                spent = time.monotonic() - start
+                if number >= MIN_ROUNDS and spent > args.budget_seconds:
+                    break
+                progress.step(f"{entry.name}: round {number + 1} of {args.rounds}")
                 order = list(workers)
-                shift = turn % max(1, len(order))
+                shift = number % max(1, len(order))
                 for name in order[shift:] + order[:shift]:
-                    told = workers[name].ask(seconds=seconds)
+                    workers[name].send(seconds=seconds)
+                    told = workers[name].receive()
                     if "median" not in told:
                         contenders[name] |= told
                         workers.pop(name).close()
                         continue
-                    times = contenders[name].setdefault("rounds_ms", [])
-                    times.append(told["median"] * 1e3)
-                    calls = contenders[name].get("calls", 0)
-                    contenders[name]["calls"] = calls + told["calls"]
+                    contenders[name].setdefault("rounds_ms", []).append(
+                        told["median"] * 1e3
+                    )
+            progress.step(entry.name, advance=1)
         finally:
             for worker in workers.values():
                 worker.close()
@@ -337,12 +353,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--peers", type=names, default=list(report.PEERS), help="by commas (all)")
     add("--aoti", action="store_true", help="also as AOTInductor package")
     add("--dynamic", action="store_true", help="compile with dynamic shapes")
-    add("--rounds", type=positive(int), default=7, help="of all contenders (7)")
+    add("--rounds", type=positive(int), default=15, help="of all contenders (15)")
     add(
         "--budget-seconds",
         type=positive(float),
         default=12.0,
-        help="of timing an entry (12); slow models take longer",
+        help=f"of timing an entry (12); {MIN_ROUNDS} rounds are made in any case",
     )
     add("--limit", type=positive(float), default=1e-5, help="relative error (1e-5)")
     add("--suite", type=Path, default=SCRIPTS / "bench_suite.json")

@@ -113,7 +113,7 @@ def markdown(data: dict[str, Any]) -> str:
     head = ["entry", "T,B,I,H", *(LABELS[name] for name in names)]
     lines = [
         f"Milliseconds a call, float32, {settings['threads']} thread(s), {machine['cpu']} "
-        f"({machine['capability']}), median of {settings['rounds']} interleaved rounds; zero "
+        f"({machine['capability']}), median of up to {settings['rounds']} interleaved rounds; zero "
         f"initial state, no_grad, {'dynamic' if settings['dynamic'] else 'static'} shapes. "
         + ", ".join(f"{name} {version}" for name, version in data["versions"].items())
         + ".",

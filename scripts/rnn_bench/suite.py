@@ -11,6 +11,8 @@ from rnn_series.console import UserError
 
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+# The machine's ceiling is measured by a product of two square matrices of this size.
+SGEMM_SIZE = 1536
 
 
 @dataclass(frozen=True)

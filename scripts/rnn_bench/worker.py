@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from .suite import Entry
+from .suite import Entry, SGEMM_SIZE
 
 
 Call = Callable[[], Any]
-SGEMM_SIZE = 2048
 
 
 class Unavailable(Exception):
@@ -162,8 +161,8 @@ CONTENDERS: dict[str, Callable[[Job], tuple[Call, Any]]] = {
 }
 
 
-def _time(call: Call, seconds: float) -> tuple[float, int]:
-    """Warm up for a fifth of the time, then time single calls: median and count."""
+def _median(call: Call, seconds: float) -> float:
+    """Warm up for a fifth of the time, then time single calls, one at least."""
     clock = time.perf_counter
     gc.disable()
     start = clock()
@@ -179,7 +178,7 @@ def _time(call: Call, seconds: float) -> tuple[float, int]:
         times.append(now - before)
         before = now
     gc.enable()
-    return statistics.median(times), len(times)
+    return statistics.median(times)
 
 
 def main() -> None:
@@ -193,7 +192,6 @@ def main() -> None:
     row = json.loads(sys.stdin.readline())
     entry = Entry(**row.pop("entry"))
     job = Job(entry=entry, folder=Path(row.pop("folder")), **row)
-    start = time.perf_counter()
     try:
         call, arrays = CONTENDERS[job.contender](job)
         results = arrays(call())
@@ -204,12 +202,10 @@ def main() -> None:
         line = next((s for s in str(e).splitlines() if s.strip()), "")
         answer(status="failed", reason=f"{type(e).__name__}: {line[:300]}")
         return
-    seconds = time.perf_counter() - start
     np.savez(job.folder / f"{job.contender}.npz", *results)
-    answer(status="ready", seconds=seconds)
+    answer(status="ok")
     for line in sys.stdin:
-        median, calls = _time(call, json.loads(line)["seconds"])
-        answer(median=median, calls=calls)
+        answer(median=_median(call, json.loads(line)["seconds"]))
 
 
 if __name__ == "__main__":
