@@ -7,16 +7,17 @@ How a figure comes about:
   passed in, gradients are off, shapes are static unless --dynamic. Every contender gives the
   output and the final states.
 - Each contender is a process of its own. OpenMP, ONNX Runtime and TBB keep pools of threads
-  that spin for a while after a call; in one process they would take the cores from whoever
-  is timed next, and the libraries' settings would mix. All processes of an entry are alive at
-  once, but only the one that is asked works: the others are blocked in a read, and their pools
-  have gone to sleep within the warm-up that precedes every timed block.
+  that spin for a while after a call; in one process they would take the cores from whoever is
+  timed next, and the libraries' settings would mix. All processes of an entry are alive at
+  once, but only the one that is asked works. The others are blocked in a read, and a rest
+  before every block lets their pools go to sleep: after its last call ONNX Runtime spins for
+  40 ms, OpenMP for 10.
 - glibc gives large blocks back to the system, until a process has freed a larger one. By that
   history alone eager takes 0.5 or 1.1 ms for the step of an LSTM of 256 units, so all processes
   start where it would end.
 - Before timing, each result is compared with eager in float64 by ||out - ref|| / ||ref||, for
   each output. One that is further off than --limit is reported as wrong and not timed.
-- A round gives every contender one block, in an order that rotates; a block is a warm-up and
+- A round gives every contender one block, in an order that is drawn anew; a block is a warm-up and
   then single calls. The figure of a block is the median of its calls, the figure of a contender
   the median of its blocks. Blocks are short and rounds are many, since a shared machine changes
   its pace within seconds. The product of two large matrices takes part as a contender: it is
@@ -40,6 +41,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import select
 import statistics
 import subprocess
@@ -62,6 +64,7 @@ NEEDS = {"onnxruntime": ("onnx", "onnxruntime"), "openvino": ("onnx", "openvino"
 ANSWER_SECONDS = 600
 # Slow models get fewer rounds than asked for, but these.
 MIN_ROUNDS = 5
+REST_SECONDS = 0.06
 # Where glibc's own thresholds end once a process has freed a block of 32 MB.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
@@ -231,15 +234,16 @@ def measure(
                 if told["status"] != "ok":
                     workers.pop(name).close()
             seconds = args.budget_seconds / args.rounds / max(1, len(workers))
+            seconds = max(seconds - REST_SECONDS, 0.02)
+            drawn = random.Random(0)
             start = time.monotonic()
             for number in range(args.rounds):
                 spent = time.monotonic() - start
                 if number >= MIN_ROUNDS and spent > args.budget_seconds:
                     break
                 progress.step(f"{entry.name}: round {number + 1} of {args.rounds}")
-                order = list(workers)
-                shift = number % max(1, len(order))
-                for name in order[shift:] + order[:shift]:
+                for name in drawn.sample(list(workers), len(workers)):
+                    time.sleep(REST_SECONDS)
                     workers[name].send(seconds=seconds)
                     told = workers[name].receive()
                     if "median" not in told:
