@@ -17,11 +17,13 @@ How a figure comes about:
   start where it would end.
 - Before timing, each result is compared with eager in float64 by ||out - ref|| / ||ref||, for
   each output. One that is further off than --limit is reported as wrong and not timed.
-- A round gives every contender one block, in an order that is drawn anew; a block is a warm-up and
-  then single calls. The figure of a block is the median of its calls, the figure of a contender
-  the median of its blocks. Blocks are short and rounds are many, since a shared machine changes
-  its pace within seconds. The product of two large matrices takes part as a contender: it is
-  the sgemm ceiling that GFLOP/s are compared with. FLOP are those of the matrix products.
+- A round gives every contender one block, in an order that is drawn anew; a block is a warm-up
+  and then single calls. The figure of a block is the median of its calls, the figure of a
+  contender the median of its blocks. Blocks are short and rounds are many, since a shared
+  machine changes its pace within seconds; the quartiles of the ratio over the rounds tell the
+  noise. With as many threads as cores, whatever else runs shows in the times.
+- The product of two large matrices takes part as a contender: it is the sgemm ceiling that
+  GFLOP/s are compared with. FLOP are those of the matrix products.
 - "stock" is this build with the capture of the series switched off: the graph breaks at the
   layer, as in PyTorch 2.13.0 by default, and eager runs it. What 2.13.0 does with allow_rnn=True
   is not timed: it unrolls GRU and RNN over time, which takes over a minute to compile.

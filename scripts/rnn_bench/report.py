@@ -34,6 +34,15 @@ def _ms(row: dict[str, Any], name: str) -> float | None:
     return row["contenders"].get(name, {}).get("ms")
 
 
+def _quartiles(row: dict[str, Any], peer: str) -> list[float] | None:
+    """First and third quartile of the ratio in single rounds, which tell the noise."""
+    peers, ours = (row["contenders"][name]["rounds_ms"] for name in (peer, OURS))
+    if len(ours) < 2:
+        return None
+    first, _, third = statistics.quantiles([p / o for p, o in zip(peers, ours)], n=4)
+    return [first, third]
+
+
 def add_ratios(row: dict[str, Any]) -> None:
     """Add to an entry what follows from its times; None where a time is missing."""
     ours, eager, sgemm = (_ms(row, name) for name in (OURS, "eager", "sgemm"))
@@ -41,6 +50,9 @@ def add_ratios(row: dict[str, Any]) -> None:
     best = min(peers, key=lambda name: peers[name], default=None)
     row["best_peer"] = best
     row["best_peer_over_ours"] = peers[best] / ours if best and ours else None
+    row["best_peer_over_ours_quartiles"] = (
+        _quartiles(row, best) if best and ours else None
+    )
     row["eager_over_ours"] = eager / ours if eager and ours else None
     row["sgemm_gflops"] = row["sgemm_flop"] / sgemm / 1e6 if sgemm else None
     row["gflops"] = row["flop"] / ours / 1e6 if ours else None
@@ -93,6 +105,13 @@ def _cell(row: dict[str, Any], name: str) -> str:
     return _number(contender["ms"]) if "ms" in contender else contender["status"]
 
 
+def _ratio(row: dict[str, Any]) -> str:
+    text = _number(row["best_peer_over_ours"])
+    if row["best_peer_over_ours_quartiles"]:
+        text += " ({}-{})".format(*map(_number, row["best_peer_over_ours_quartiles"]))
+    return text
+
+
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     lines = [head, ["---"] + ["--:"] * (len(head) - 1), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
@@ -107,7 +126,7 @@ def markdown(data: dict[str, Any]) -> str:
         rows.append(
             [row["name"], row["shape"]]
             + [_cell(row, name) for name in names]
-            + [_number(row["best_peer_over_ours"]), _number(row["eager_over_ours"])]
+            + [_ratio(row), _number(row["eager_over_ours"])]
             + [_number(row["gflops"]), _number(row["percent_of_sgemm"], " %")]
         )
     head = ["entry", "T,B,I,H", *(LABELS[name] for name in names)]

@@ -139,10 +139,14 @@ class PartsTest(unittest.TestCase):
             entry = Entry(name, "RNN", 1, batch, 1, 1)
             times = {"sgemm": 1.0, "eager": 8.0, "openvino": peer, "frozen": ours}
             row = {"name": name, "group": entry.group, "flop": 1e6, "sgemm_flop": 4e6}
-            row["contenders"] = {n: {"status": "ok", "ms": t} for n, t in times.items()}
+            row["contenders"] = {
+                n: {"ms": t, "rounds_ms": [t, t, 2 * t if n == "frozen" else t]}
+                for n, t in times.items()
+            }
             report.add_ratios(row)
             rows.append(row)
         self.assertEqual([r["best_peer_over_ours"] for r in rows], [4.0, 0.5])
+        self.assertEqual(rows[0]["best_peer_over_ours_quartiles"], [2.0, 4.0])
         self.assertEqual([r["percent_of_sgemm"] for r in rows], [25.0, 12.5])
         summary = report.summarise(rows)
         self.assertEqual(list(summary), ["all", "B=1", "B>=32"])
