@@ -7,7 +7,6 @@ import torch
 
 
 def main() -> None:
-    torch._dynamo.config.allow_rnn = True
     x = torch.randn(50, 32, 128)
     for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
         torch._dynamo.reset()

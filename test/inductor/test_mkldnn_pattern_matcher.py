@@ -184,8 +184,9 @@ class TestCapture(RNNTestCase):
         with guard():
             self.assert_close_to_double(module, fn(x), (x,))
 
+    @parametrize("grad", [False, True])
     @parametrize("captured", [False, True])
-    def test_code_around_a_layer_is_compiled(self, captured):
+    def test_code_around_a_layer_is_compiled(self, captured, grad):
         class Model(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -197,11 +198,15 @@ class TestCapture(RNNTestCase):
                 x, _ = self.lstm(self.before(x).relu())
                 return self.after(x).sigmoid()
 
-        module = Model().eval()
+        if not captured and not grad:
+            return  # in inference there is no break on CPU
+        # With gradients a layer in bfloat16 is left to eager.
+        dtype = torch.float32 if captured else torch.bfloat16
+        module = Model().eval().to(dtype)
         backend = CompileCounterWithBackend("aot_eager")
         fn = torch.compile(module, backend=backend)
-        x = torch.randn(4, 5, 12)
-        with torch.set_grad_enabled(not captured):
+        x = torch.randn(4, 5, 12, dtype=dtype)
+        with torch.set_grad_enabled(grad):
             self.assertEqual(fn(x), module(x))
         seen = [
             str(n.target)
@@ -215,9 +220,10 @@ class TestCapture(RNNTestCase):
         self.assertEqual(sum("lstm" in t and "l_self" not in t for t in seen), captured)
 
     def test_layer_compiled_alone_breaks_with_gradients(self):
+        """In bfloat16, which is captured in inference only."""
         backend = CompileCounterWithBackend("aot_eager")
-        module = nn.LSTM(4, 5)
-        x = torch.randn(3, 2, 4)
+        module = nn.GRU(4, 5, dtype=torch.bfloat16)
+        x = torch.randn(3, 2, 4, dtype=torch.bfloat16)
         self.assertEqual(torch.compile(module, backend=backend)(x), module(x))
         self.assertEqual(backend.frame_count, 0)
 
@@ -226,8 +232,8 @@ class TestCapture(RNNTestCase):
             def forward(self, x):
                 return super().forward(x * 2)[0].sigmoid()
 
-        module = Gated(4, 5).eval()
-        x = torch.randn(3, 2, 4)
+        module = Gated(4, 5).eval().bfloat16()
+        x = torch.randn(3, 2, 4, dtype=torch.bfloat16)
         with torch.no_grad():
             backend = CompileCounterWithBackend("aot_eager")
             fn = torch.compile(module, backend=backend, fullgraph=True)
@@ -251,11 +257,11 @@ class TestCapture(RNNTestCase):
 
     @torch._dynamo.config.patch(allow_rnn=True)
     def test_allow_rnn_overrides(self):
-        module = nn.LSTM(4, 5)
+        module = nn.GRU(4, 5, dtype=torch.bfloat16)
         backend = CompileCounterWithBackend("aot_eager")
-        x = torch.randn(3, 2, 4)
+        x = torch.randn(3, 2, 4, dtype=torch.bfloat16)
         fn = torch.compile(module, backend=backend, fullgraph=True)
-        self.assertEqual(fn(x), module(x))
+        self.assertEqual(fn(x), module(x), atol=1e-2, rtol=1e-2)
         self.assertEqual(backend.frame_count, 1)
 
     @all_kinds
@@ -494,19 +500,6 @@ for cls in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
 
 class TestGradients(RNNTestCase):
     @all_kinds
-    @parametrize("allow_rnn", [False, True])
-    @parametrize("input_grad", [False, True])
-    def test_gradients(self, kind, allow_rnn, input_grad):
-        module = make(kind, 6, 7, 2, bidirectional=True).train()
-        x = torch.randn(4, 3, 6, requires_grad=input_grad)
-        leaves = [*module.parameters(), *([x] if input_grad else [])]
-        fn = torch.compile(module, backend="aot_eager", fullgraph=allow_rnn)
-        with torch._dynamo.config.patch(allow_rnn=allow_rnn):
-            actual = torch.autograd.grad(fn(x)[0].square().sum(), leaves)
-        expected = torch.autograd.grad(module(x)[0].square().sum(), leaves)
-        self.assertEqual(actual, expected, atol=1e-5, rtol=1e-5)
-
-    @all_kinds
     @parametrize("reverse", [False, True])
     def test_gradcheck(self, kind, reverse):
         module = make(kind, 2, 7, dtype=torch.float64)
@@ -526,60 +519,6 @@ class TestGradients(RNNTestCase):
         self.assertTrue(
             torch.autograd.gradcheck(fn, (x, *states, *module._flat_weights))
         )
-
-    @all_kinds
-    @torch._dynamo.config.patch(allow_rnn=True)
-    def test_training_is_one_node_per_layer_and_direction(self, kind):
-        counts = []
-        for seq_len in (3, 40):
-            torch._dynamo.reset()
-            module = make(kind, 6, 7, 2, bidirectional=True).train()
-            recorder = GraphRecorder()
-            fn = torch.compile(module, backend=recorder, fullgraph=True)
-            fn(torch.randn(seq_len, 3, 6))[0].sum().backward()
-            layers = [t for t in recorder.layers() if "backward" not in t]
-            self.assertEqual(len(layers), 4)
-            counts.append(len(recorder.targets()))
-        self.assertEqual(counts[0], counts[1])
-
-    @all_kinds
-    @torch._dynamo.config.patch(allow_rnn=True)
-    def test_training_follows_eager(self, kind):
-        class Forecaster(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.rnn = make(kind, 1, 8, batch_first=True)
-                self.head = nn.Linear(self.rnn.proj_size or 8, 1)
-
-            def forward(self, x):
-                return self.head(self.rnn(x)[0])
-
-        torch.manual_seed(0)
-        eager = Forecaster().train()
-        compiled_module = copy.deepcopy(eager)
-        compiled = torch.compile(compiled_module, fullgraph=True)
-        wave = torch.sin(torch.arange(31.0) / 3 + torch.arange(4.0)[:, None])[..., None]
-        losses = []
-        for fn, module in ((eager, eager), (compiled, compiled_module)):
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            curve = []
-            for _ in range(50):
-                optimizer.zero_grad()
-                loss = (fn(wave[:, :-1]) - wave[:, 1:]).square().mean()
-                loss.backward()
-                optimizer.step()
-                curve.append(loss.item())
-            losses.append(curve)
-        self.assertLess(losses[0][-1], losses[0][0])
-        self.assertEqual(losses[0], losses[1], atol=1e-4, rtol=1e-4)
-
-    @parametrize("allow_rnn", [False, True])
-    def test_eval_with_grad_mode_on(self, allow_rnn):
-        module = make("LSTM", 6, 7)
-        x = torch.randn(4, 3, 6)
-        fn = torch.compile(module, backend="aot_eager")
-        with torch._dynamo.config.patch(allow_rnn=allow_rnn):
-            self.assertEqual(fn(x), module(x))
 
     @all_kinds
     @parametrize("grad", [False, True])

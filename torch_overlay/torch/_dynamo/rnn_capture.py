@@ -10,15 +10,20 @@ def is_captured(layer: torch.nn.Module) -> bool:
     """Whether tracing goes into a layer's forward in the present grad mode.
 
     On CPU a layer becomes nodes whose number does not depend on the sequence length.
-    With gradients such a node costs more than eager, and on other devices a layer is
-    unrolled over time: both are captured only if ``config.allow_rnn`` asks for it.
+    With gradients such a node costs more than eager in a lower precision, and on other
+    devices a layer is unrolled over time: both are captured only if
+    ``config.allow_rnn`` asks for it.
     """
     if config.allow_rnn:
         return True
-    return (
-        not torch.is_grad_enabled()
-        and torch._C._functorch.maybe_current_level() is None
-        and all(p.device.type == "cpu" for p in layer.parameters())
+    weights = list(layer.parameters())
+    if torch._C._functorch.maybe_current_level() is not None or any(
+        w.device.type != "cpu" for w in weights
+    ):
+        return False
+    return not torch.is_grad_enabled() or (
+        all(w.dtype in (torch.float32, torch.float64) for w in weights)
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
