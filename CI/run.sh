@@ -26,7 +26,7 @@ lint() {
 }
 
 test_tools() {
-    grep -E '^(pytest|expecttest)==' CI/requirements.txt |
+    grep -E '^(pytest|expecttest|hypothesis)==' CI/requirements.txt |
         xargs build/venv/bin/python -m pip install --quiet --disable-pip-version-check
 }
 

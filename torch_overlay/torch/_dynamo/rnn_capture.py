@@ -10,8 +10,8 @@ def is_captured(layer: torch.nn.Module) -> bool:
     """Whether tracing goes into a layer's forward in the present grad mode.
 
     On CPU a layer becomes nodes whose number does not depend on the sequence length.
-    With gradients such a node costs more than eager in a lower precision, and on other
-    devices a layer is unrolled over time: both are captured only if
+    With gradients such a node may cost more than eager in a lower precision, and on
+    other devices a layer is unrolled over time: both are captured only if
     ``config.allow_rnn`` asks for it.
     """
     if config.allow_rnn:
@@ -27,10 +27,30 @@ def is_captured(layer: torch.nn.Module) -> bool:
     )
 
 
-def break_graph_unless_captured(value: object) -> None:
-    """Break the graph if ``value`` is a recurrent layer that is left to eager."""
-    if isinstance(value, (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM)) and (
-        not is_captured(value)
+def _on_cpu(arguments: object) -> bool:
+    """Whether all tensors among the variables of a call are on CPU."""
+    from .variables.base import VariableTracker
+    from .variables.tensor import TensorVariable
+
+    devices = set()
+
+    def note_device(variable: VariableTracker) -> None:
+        variable = variable.realize()
+        if isinstance(variable, TensorVariable) and variable.device is not None:
+            devices.add(variable.device.type)
+
+    VariableTracker.visit(note_device, arguments)
+    return devices <= {"cpu"}
+
+
+def break_graph_unless_captured(value: object, arguments: object = ()) -> None:
+    """Break the graph if ``value`` is a recurrent layer that is left to eager.
+
+    ``arguments`` are the variables that it is called with.  Eager says what is wrong
+    with a layer on CPU that is given tensors of other devices.
+    """
+    if isinstance(value, (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM)) and not (
+        is_captured(value) and (config.allow_rnn or _on_cpu(arguments))
     ):
         unimplemented(
             gb_type="Attempted to wrap RNN, GRU, or LSTM",
