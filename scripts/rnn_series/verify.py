@@ -63,7 +63,7 @@ def check_compiled_lstm(expected: dict) -> str:
             error = (actual - reference).norm() / reference.norm()
             worst = max(worst, error.item())
     graphs = counters["stats"]["unique_graphs"]
-    packed = counters["inductor"]["mkldnn_rnn_weight_pack_matcher_count"]
+    packed = counters["inductor"]["rnn_weight_pack_matcher_count"]
     assert worst < 1e-5, f"relative error {worst:.1e} against eager in float64"
     assert graphs == 2, f"{graphs} graphs for 3 lengths"
     assert packed == graphs * layers * directions, f"{packed} layers packed"
