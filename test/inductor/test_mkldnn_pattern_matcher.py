@@ -18,6 +18,7 @@ import torch._dynamo
 import torch._inductor.config
 from torch import nn
 from torch._decomp import decompositions
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.test_case import run_tests, TestCase
@@ -845,6 +846,20 @@ class TestModuleState(RNNTestCase):
         self.assert_plain(module)
         self.assert_copies_work(module, x)
 
+    @all_kinds
+    def test_flat_weights_are_not_guarded(self, kind):
+        module = make(kind, 6, 7, 2)
+
+        def fn(x):
+            return module(x)
+
+        with torch.no_grad():
+            torch.compile(fn, backend="eager", fullgraph=True)(torch.randn(4, 3, 6))
+        (entry,) = _debug_get_cache_entry_list(fn.__code__)
+        guards = str(entry.guard_manager)
+        self.assertIn("weight_ih_l1", guards)
+        self.assertNotIn("_flat_weight", guards)
+
     def test_functional_call(self):
         module = make("LSTM", 6, 7)
         new = {k: torch.randn_like(p) for k, p in module.named_parameters()}
@@ -855,6 +870,7 @@ class TestModuleState(RNNTestCase):
 
         with torch.no_grad():
             actual = torch.compile(fn, backend="aot_eager", fullgraph=True)(new, x)
+            self.assert_plain(module)
             self.assertEqual(actual, fn(new, x))
             self.assertNotEqual(actual[0], module(x)[0])
             self.assert_copies_work(module, x)
