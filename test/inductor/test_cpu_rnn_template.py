@@ -124,7 +124,7 @@ class TestRnnTemplate(TestCase):
                 for threads in (1, 2, 3, 8):
                     torch.set_num_threads(threads)
                     for batch_size in (2, 32):
-                        x = torch.randn(20, batch_size, 16)
+                        x = torch.randn(100, batch_size, 16)
                         self.check(module, compiled, x, _state(module, batch_size))
 
     @parametrize("freezing", (True, False))

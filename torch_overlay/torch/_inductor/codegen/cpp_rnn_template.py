@@ -67,6 +67,7 @@ constexpr int64_t CHUNK_BYTES = 256 * 1024;  // gates that stay in the L2 cache
 constexpr int64_t CHUNK_ROWS = 64;  // enough rows to pay for reading the weights
 constexpr int64_t MIN_THREAD_ROWS = 8;
 constexpr int64_t MIN_STEP_WORK = 16 * 1024;  // products a thread and step, per barrier
+constexpr int64_t MIN_CALL_WORK = 1024 * 1024;  // products a thread, to pay for waking it
 constexpr int64_t MIN_PACK_ROWS = 8;  // T * B from which packing in the call pays
 
 // Not c10::ForcedUnroll, whose lambdas are calls where there are many of them
@@ -347,7 +348,9 @@ inline Buffer allocate(int64_t floats) {
 struct Split {
   int64_t directions, rows, panels;
 
-  Split(int64_t threads, int64_t batch) {
+  Split(int64_t threads, int64_t steps, int64_t batch) {
+    const int64_t call = DIRECTIONS * steps * batch * GATES * HIDDEN * (INPUT + OUTPUT);
+    threads = std::max<int64_t>(1, std::min(threads, call / MIN_CALL_WORK));
     directions = threads >= DIRECTIONS ? DIRECTIONS : 1;
     threads /= directions;
     rows = std::max<int64_t>(1, std::min(threads, batch / MIN_THREAD_ROWS));
@@ -572,7 +575,7 @@ extern "C" {{export_declaration}}
     }
   }
 
-  const Split wanted({{max_threads}}, B);
+  const Split wanted({{max_threads}}, T, B);
   const std::unique_ptr<Barrier[]> barriers(new Barrier[wanted.threads()]);
 #pragma omp parallel num_threads(wanted.threads()) if (wanted.threads() > 1)
   {
@@ -585,7 +588,7 @@ extern "C" {{export_declaration}}
       }
 #pragma omp barrier
     }
-    const Split split(team, B);
+    const Split split(team, T, B);
     const int64_t panel_part = thread % split.panels;
     const int64_t group = thread / split.panels;
     const Range rows = part(B, split.rows, group % split.rows);
