@@ -6,12 +6,14 @@ graph nor the time to compile it depends on the sequence length.  It serves ever
 kind of layer that :class:`torch.nn.RNNBase` has; the kernel is ATen's own.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 
-_RNN_FUNCTIONS = {
+_RNN_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "LSTM": torch.lstm,
     "GRU": torch.gru,
     "RNN_TANH": torch.rnn_tanh,
@@ -66,7 +68,7 @@ def _check_args(input, weights, hx, cx, mode, has_biases):
     hidden_size = states["cx" if is_lstm else "hx"].size(1)
     output_size = hx.size(1)
     gates = _GATES[mode] * hidden_size
-    shapes = [(gates, input.size(2)), (gates, output_size)]
+    shapes: list[tuple[int, ...]] = [(gates, input.size(2)), (gates, output_size)]
     if has_biases:
         shapes += [(gates,), (gates,)]
     if output_size != hidden_size:

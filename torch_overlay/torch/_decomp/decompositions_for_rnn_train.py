@@ -303,6 +303,7 @@ def _rnn_layer_train_backward_cpu(
             )
             return d_x if input_grad else input.new_empty(0), *rest
         w_ih, w_hh, _, _, w_hr = _unpack(weights, has_biases)
+        size = hx.size(1)
         # Becomes the gradient of each step's output by all that comes after it.
         grads = torch.zeros_like(output)
         if grad_output is not None:
@@ -324,7 +325,6 @@ def _rnn_layer_train_backward_cpu(
             input_gates = hidden_gates = gates
         elif mode == "GRU":
             gates = _backward_gru(grads, grad_hx, w_hh, reverse, output, *reserve)
-            size = hx.size(1)
             hidden_gates, input_gates = gates[..., : 3 * size], gates[..., size:]
         else:
             gates = _backward_rnn(grads, grad_hx, w_hh, mode, reverse, output)

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs
 """C++ kernel of one recurrent layer: all time steps, one or both directions, float32."""
 
+from collections.abc import Sequence
+
 from .. import config, ir
 from ..rnn_ops import GATES, panel_units, vector_lanes
 from ..utils import parallel_num_threads, Placeholder
@@ -647,7 +649,8 @@ class CppRnnTemplate(CppTemplate):
     def pointer(kernel: CppTemplateKernel, nodes: list[ir.IRNode], i: int) -> str:
         if not nodes:
             return "nullptr"
-        return f"&({kernel.index(nodes[i], [0] * len(nodes[i].get_size()))})"
+        index = kernel.index(nodes[i], [0] * len(nodes[i].get_size()))  # type: ignore[arg-type]
+        return f"&({index})"
 
     def weight_pointers(self, kernel: CppTemplateKernel, direction: int) -> str:
         """The members of ``Weights``."""
@@ -683,7 +686,7 @@ class CppRnnTemplate(CppTemplate):
             max_threads="omp_get_max_threads()" if dynamic else self.num_threads,
         )
 
-    def create(self, layouts: list[ir.Layout]) -> list[ir.MultiOutput]:
+    def create(self, layouts: Sequence[ir.Layout]) -> list[ir.Buffer]:
         """Put the kernel into the graph; ``layouts`` are those of its outputs."""
 
         def make_kernel_render(
@@ -698,10 +701,10 @@ class CppRnnTemplate(CppTemplate):
             )
 
         buffer = ir.CppTemplateBuffer(
-            layout=ir.MultiOutputLayout(device=self.layout.device),
+            layout=ir.MultiOutputLayout(device=self.layout.device),  # type: ignore[arg-type]
             inputs=self.input_nodes,
             make_kernel_render=make_kernel_render,
-            template=self,
+            template=self,  # type: ignore[arg-type]
             choice=None,
         )
         buffer.allow_epilogue_fusion = False

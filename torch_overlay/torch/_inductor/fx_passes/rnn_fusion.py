@@ -5,6 +5,7 @@ import dataclasses
 import operator
 import platform
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,15 +83,17 @@ def _can_use_kernel(layer: _Layer) -> bool:
 
 def _is_zeros(node: Node) -> bool:
     """Whether a state is a view of zeros that the graph makes itself."""
-    views = (
+    views: tuple[Any, ...] = (
         *(operator.getitem, aten.unbind.int, aten.select.int, aten.slice.Tensor),
         *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
         *(aten.view.default, aten.reshape.default, aten.expand.default),
         *(aten.clone.default, aten.split.Tensor),
     )
     while node.target in views:
-        node = node.args[0]  # type: ignore[assignment]
-    return node.target is aten.full.default and node.args[1] == 0
+        source = node.args[0]
+        assert isinstance(source, Node)
+        node = source
+    return node.target is aten.full.default and bool(node.args[1] == 0)
 
 
 def _find_cat(first: _Layer, second: _Layer) -> Node | None:

@@ -34,7 +34,7 @@ def rnn_layers(
     ][: 3 if mode == "LSTM" else 2]
     layouts = [
         ir.FixedLayout(
-            x.get_device(),
+            x.get_device_or_error(),
             x.get_dtype(),
             size,
             ir.FlexibleLayout.contiguous_strides(size),
