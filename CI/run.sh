@@ -13,18 +13,6 @@ step() {
     printf '== ok, %d s\n' $((SECONDS - start))
 }
 
-tools() {
-    [ -x build/ci/bin/python ] || python3 -m venv build/ci
-    build/ci/bin/python -m pip install --quiet --disable-pip-version-check -r CI/requirements.txt
-}
-
-lint() {
-    build/ci/bin/ruff check .
-    build/ci/bin/ruff format --check .
-    build/ci/bin/mypy
-    build/ci/bin/shellcheck -x scripts/*.sh CI/run.sh .ci/run
-}
-
 test_tools() {
     grep -E '^(pytest|expecttest|hypothesis)==' CI/requirements.txt |
         xargs build/venv/bin/python -m pip install --quiet --disable-pip-version-check
@@ -37,8 +25,8 @@ run_tests() {
     done
 }
 
-step "tools" tools
-step "lint" lint
+step "tools" scripts/lint.sh init
+step "lint" build/ci/bin/lintrunner --all-files
 step "series" scripts/check_series.sh
 step "build" scripts/apply_and_build.sh
 step "test tools" test_tools

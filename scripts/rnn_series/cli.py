@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from . import environment, series, verify, wheel
+from . import environment, lint, series, verify, wheel
 from . import git as g
 from .console import Steps, UserError
 from .pin import DEFAULT_PIN, load_pin, Pin, ROOT
@@ -320,7 +320,13 @@ def check(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS = {"build": build, "worktree": worktree, "export": export, "check": check}
+COMMANDS = {
+    "build": build,
+    "worktree": worktree,
+    "export": export,
+    "check": check,
+    "lint": lint.main,
+}
 
 
 def main(argv: list[str]) -> int:

@@ -83,6 +83,14 @@ def patch_path(pin: Pin, slug: str) -> Path:
 
 def problems(pin: Pin) -> list[str]:
     """Everything that is wrong with the files of a series, a line each."""
+    found = file_problems(pin)
+    for path in sorted(pin.folder.glob("*.patch")):
+        found += [f"{path.name}: {p}" for p in header_problems(path.read_text())]
+    return found
+
+
+def file_problems(pin: Pin) -> list[str]:
+    """Patches, overlay files and tests that are not listed exactly once, or not there."""
     entries = load(pin)
     found: list[str] = []
     slugs = [e.slug for e in entries]
@@ -106,10 +114,6 @@ def problems(pin: Pin) -> list[str]:
         ]
         found += [f"{what} {x} is listed, and not there" for x in {*listed} - present]
         found += [f"{what} {x} is there, and not listed" for x in present - {*listed}]
-    for slug in slugs:
-        if slug in on_disk:
-            text = patch_path(pin, slug).read_text()
-            found += [f"{slug}.patch: {p}" for p in header_problems(text)]
     return sorted(found)
 
 

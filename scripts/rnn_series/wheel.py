@@ -89,13 +89,13 @@ def check_pin(path: Path, pin: Pin) -> None:
         )
 
 
-def python_files(path: Path) -> dict[str, bytes]:
-    """The files that patches may edit: ``torch/**/*.py``."""
+def python_files(path: Path, suffix: str = ".py") -> dict[str, bytes]:
+    """The files that patches may edit, ``torch/**/*.py``, or those of another suffix."""
     with open_wheel(path) as wheel:
         return {
             name: wheel.read(name)
             for name in sorted(wheel.namelist())
-            if name.startswith("torch/") and name.endswith(".py")
+            if name.startswith("torch/") and name.endswith(suffix)
         }
 
 
