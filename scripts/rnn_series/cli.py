@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from . import environment, lint, series, verify, wheel
+from . import environment, lint, series, submit, verify, wheel
 from . import git as g
 from .console import Steps, UserError
 from .pin import DEFAULT_PIN, load_pin, Pin, ROOT
@@ -326,6 +326,7 @@ COMMANDS = {
     "export": export,
     "check": check,
     "lint": lint.main,
+    "submit": submit.main,
 }
 
 
