@@ -140,11 +140,11 @@ def ruff(paths: list[Path]) -> Iterator[Message]:
 
 
 def _mypy(*args: str, cwd: Path = ROOT) -> Iterator[Message]:
-    """Errors by mypy, with paths as mypy gives them."""
+    """Errors that mypy finds in ``cwd``."""
     for line in _tool("mypy", "--output=json", *args, cwd=cwd).splitlines():
         if line[:1] == "{" and (row := json.loads(line))["severity"] == "error":
             yield Message(
-                row["file"],
+                str(cwd / row["file"]),
                 f"{row['message']} [{row['code']}]",
                 row["code"] or "mypy",
                 row["line"],
@@ -184,8 +184,9 @@ def mypy(paths: list[Path]) -> Iterator[Message]:
     names = [p for e in series.load(pin) for p in e.overlay if p.endswith(".py")]
     options = ("--config-file", str(config), "--cache-dir", str(CACHE / "mypy-torch"))
     for message in _mypy(*options, *names, cwd=tree):
-        if message.path in names:
-            message.path = str(series.OVERLAY / message.path)
+        name = Path(message.path or "").relative_to(tree).as_posix()
+        if name in names:
+            message.path = str(series.OVERLAY / name)
             yield message
 
 
@@ -195,7 +196,7 @@ def shellcheck(paths: list[Path]) -> Iterator[Message]:
     ):
         name = f"SC{row['code']}"
         text = f"{row['message']} ({name})"
-        yield Message(row["file"], text, name, row["line"], row["column"])
+        yield Message(str(ROOT / row["file"]), text, name, row["line"], row["column"])
 
 
 LINTERS: dict[str, Callable[[list[Path]], Iterator[Message]]] = {

@@ -30,6 +30,10 @@ RENAMED_TESTS = {
 }
 _ORIGINAL_TESTS = {new: old for old, new in RENAMED_TESTS.items()}
 BASE_TAG = "rnn-base"
+# What ghstack writes into the message of a commit that it has sent.
+TRAILERS = re.compile(
+    r"^(?:ghstack-[\w-]+|Pull-Request|Pull Request resolved): .+$", re.MULTILINE
+)
 
 
 @dataclass
@@ -142,7 +146,7 @@ def message_problems(body: str) -> list[str]:
         r"^diff --git ": "a line that git takes for the start of the diff",
         r"^---": "a line that ends the message in a patch",
         r"^cc\b|(?<![\w.])@\w": "a 'cc' line or a mention",
-        r"^(ghstack-source-id|Pull Request resolved|Differential Revision)": "a trailer",
+        rf"{TRAILERS.pattern}|^Differential Revision:": "a trailer of another tool",
         r"[^\x00-\x7f]": "a character beyond ASCII",
     }
     return [
@@ -150,6 +154,11 @@ def message_problems(body: str) -> list[str]:
         for pattern, why in bad.items()
         if re.search(pattern, body, re.MULTILINE | re.IGNORECASE)
     ]
+
+
+def without_trailers(message: str) -> str:
+    """A message without what ghstack wrote into it."""
+    return re.sub(r"\n{3,}", "\n\n", TRAILERS.sub("", message)).rstrip()
 
 
 def make_tree(tree: Path, files: dict[str, bytes], pin: Pin) -> str:
@@ -258,6 +267,7 @@ def export(
         subject, body = g.git(tree, "log", "-1", "--format=%s%x00%b", commit).split(
             "\0"
         )
+        body = without_trailers(body)
         entry = Entry(_slug(subject, known))
         if entry.slug in {e.slug for e in entries}:
             raise UserError(
@@ -295,7 +305,7 @@ def export(
             tree,
             "log",
             "-1",
-            "--format=From: %an <%ae>%nDate: %aD%nSubject: %s%n%n%b",
+            "--format=From: %an <%ae>%nDate: %aD%nSubject: %s%n%n",
             commit,
         )
         diff = b""
@@ -306,7 +316,7 @@ def export(
                 *(f"{commit}^", commit, "--", *edited),
             ).stdout
         start = f"From {'0' * 40} Mon Sep 17 00:00:00 2001\n"
-        text = start + header.rstrip() + "\n---\n\n"
+        text = f"{start}{header.rstrip()}\n\n{body}".rstrip() + "\n---\n\n"
         (patches / f"{entry.slug}.patch").write_bytes(text.encode() + diff)
         entries.append(entry)
     (patches / "series").write_text(dump(entries))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from .pin import DEFAULT_PIN, load_pin, Pin, ROOT
 
 TOOLS = ROOT / "build" / "ci" / "bin"
 _UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD")
-_TRAILERS = re.compile(r"^(?:ghstack-[\w-]+|Pull-Request): .+$", re.MULTILINE)
 
 
 def _records_path(pin: Pin) -> Path:
@@ -34,7 +32,7 @@ def load_records(pin: Pin) -> dict[str, list[str]]:
     for line in path.read_text().splitlines() if path.is_file() else []:
         if not line.startswith(" "):
             slug = line.split("#")[0].strip()
-        elif slug and _TRAILERS.fullmatch(line.strip()):
+        elif slug and series.TRAILERS.fullmatch(line.strip()):
             records.setdefault(slug, []).append(line.strip())
         else:
             raise UserError(
@@ -196,7 +194,7 @@ def _record(tree: Path, tip: str, pin: Pin) -> dict[str, list[str]]:
     records = {}
     for entry, commit in zip(entries, commits):
         message = g.git(tree, "log", "-1", "--format=%B", commit)
-        records[entry.slug] = _TRAILERS.findall(message)
+        records[entry.slug] = series.TRAILERS.findall(message)
     lacking = [slug for slug, found in records.items() if not _link(found)]
     if len(commits) != len(entries) or lacking:
         raise UserError(

@@ -195,6 +195,18 @@ class TestWorktree(ProjectTestCase):
         self.assert_refused(result, test.name, "edits made here since")
         self.assertEqual(self.project.files(), before)
 
+    def test_trailers_of_ghstack_are_dropped(self) -> None:
+        self.assert_works(self.project.worktree())
+        before = self.project.files()
+        git = ["git", "-C", str(self.project.tree), "log", "-1", "--format=%B"]
+        message = subprocess.run(git, check=True, capture_output=True, text=True).stdout
+        trailers = (
+            "ghstack-source-id: 12ab\nPull-Request: https://github.com/a/b/pull/1"
+        )
+        self.project.commit(f"{message.rstrip()}\n{trailers}", "--amend")
+        self.assert_works(self.project.run("export_patches.sh"))
+        self.assertEqual(self.project.files(), before)
+
     def test_two_commits_of_one_title(self) -> None:
         self.assert_works(self.project.worktree())
         for _ in range(2):
@@ -445,6 +457,7 @@ class TestHeaders(unittest.TestCase):
             ("\nTest plan:", "\ncc somebody\nTest plan:"),
             ("Test plan:", "Ask @somebody. Test plan:"),
             ("\nTest plan:", "\nghstack-source-id: 1\n\nTest plan:"),
+            ("\nTest plan:", "\nPull-Request: https://x/1\n\nTest plan:"),
             ("eager is", "eager \u2013 is"),
         ):
             bad = self.good.replace(old, new, 1)

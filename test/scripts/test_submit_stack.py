@@ -141,6 +141,13 @@ class TestSubmit(ProjectTestCase):
             self.git(self.upstream, "rev-parse", r.headRefName) for r in self.sent()
         ]
 
+    def diffs(self) -> list[str]:
+        """What each pull request changes."""
+        return [
+            self.git(self.upstream, "diff", f"{r.baseRefName}...{r.headRefName}")
+            for r in self.sent()
+        ]
+
     def test_send_and_update(self) -> None:
         entries = series.load(PIN)
         subjects = [
@@ -166,6 +173,12 @@ class TestSubmit(ProjectTestCase):
                 for ref in (below.headRefName, above.baseRefName)
             ]
             self.assertEqual(*trees)
+        for entry, request in zip(entries, self.sent()):
+            orig = request.headRefName.replace("/head", "/orig")
+            message = self.git(self.upstream, "log", "-1", "--format=%b", orig)
+            self.assertIn(f"Pull-Request: {request.url}", message)
+            patch = series.patch_path(PIN, entry.slug).read_text()
+            self.assertIn(f"\n\n{series.without_trailers(message)}\n---\n", patch)
         numbers = [str(r.number) for r in self.sent()]
         record = (self.project.patches / "pull_requests").read_text()
         self.assertEqual(re.findall(r"/pull/(\d+)$", record, re.MULTILINE), numbers)
@@ -184,16 +197,18 @@ class TestSubmit(ProjectTestCase):
         self.assertEqual(self.heads(), heads)
         self.assertEqual([str(r.number) for r in self.sent()], numbers)
 
-        # The last patch, so that the others are as they were
-        patch = series.patch_path(PIN, entries[-1].slug).name
-        overlay = self.project.root / "torch_overlay" / entries[-1].overlay[0]
-        overlay.write_text(overlay.read_text() + "# amended\n")
-        shown = self.submit()
-        self.assertIn(self.sent()[-1].url, shown.stdout)
-        self.assert_works(self.submit("--yes"))
-        self.assertEqual(self.heads()[:-1], heads[:-1], patch)
-        self.assertNotEqual(self.heads()[-1], heads[-1])
-        self.assertEqual([str(r.number) for r in self.sent()], numbers)
+        # Amended: the last patch, and one with others on top, whose heads then move
+        # with it while what they change stays.
+        for i in (len(entries) - 1, 2):
+            heads, diffs = self.heads(), self.diffs()
+            overlay = self.project.root / "torch_overlay" / entries[i].overlay[0]
+            overlay.write_text(overlay.read_text() + "# amended\n")
+            self.assertIn(self.sent()[i].url, self.submit().stdout)
+            self.assert_works(self.submit("--yes"))
+            self.assertEqual([str(r.number) for r in self.sent()], numbers)
+            self.assertEqual(self.heads()[:i], heads[:i])
+            changed = [a != b for a, b in zip(diffs, self.diffs())]
+            self.assertEqual(changed, [j == i for j in range(len(entries))])
 
     def test_stale_base(self) -> None:
         self.commit_main("newer")
