@@ -12,12 +12,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from . import environment, lint, series, submit, verify, wheel
+from . import environment, lint, port, series, submit, verify, wheel
 from . import git as g
+from . import source as checkout
 from .console import Steps, UserError
-from .pin import DEFAULT_PIN, load_pin, Pin, ROOT
+from .pin import DEFAULT_PIN, load_pin, Pin, pin_names, ROOT
 
 
+_WHEELS = ROOT / "build" / "wheels"
 _DISK_BYTES = 3 << 30
 
 
@@ -52,7 +54,11 @@ def _check_machine() -> None:
 
 def _find_wheel(given: str | None, pin: Pin) -> Path:
     if given is None:
-        return wheel.obtain(pin, ROOT / "build" / "wheels")
+        return wheel.obtain(pin.version, _WHEELS)
+    return _given_wheel(given)
+
+
+def _given_wheel(given: str) -> Path:
     path = Path(given)
     if not path.is_file():
         raise UserError(f"expected a wheel at {path}, found no file; check --wheel")
@@ -71,7 +77,7 @@ def _series_files(pin: Pin) -> list[Path]:
     files = [pin.folder / "pin.toml", pin.folder / "series"]
     for entry in series.load(pin):
         files.append(series.patch_path(pin, entry.slug))
-        files += [series.OVERLAY / p for p in entry.overlay]
+        files += [p for p, name in entry.brought(pin) if name.startswith("torch/")]
     return files + sorted(Path(__file__).parent.glob("*.py"))
 
 
@@ -138,10 +144,20 @@ def build(argv: list[str]) -> int:
     parser = _parser(
         "Take the pinned PyTorch wheel, apply the patch series, pack dist/torch-*.whl, "
         "install it in a virtual environment and check it. A second run does only what "
-        "is missing."
+        "is missing. With --source the series becomes commits in a checkout, and the "
+        "wheel is built from it."
+    )
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--wheel", metavar="FILE", help="use this wheel of the pinned release"
+    )
+    start.add_argument(
+        "--source",
+        metavar="git[=URL]|DIR",
+        help=f"clone {checkout.UPSTREAM}, or URL, in build/pytorch; or use the checkout DIR",
     )
     parser.add_argument(
-        "--wheel", metavar="FILE", help="use this wheel of the pinned release"
+        "--no-build", action="store_true", help="with --source, stop after the commits"
     )
     parser.add_argument(
         "--venv",
@@ -150,6 +166,8 @@ def build(argv: list[str]) -> int:
         help="(%(default)s)",
     )
     args = parser.parse_args(argv)
+    if args.no_build and not args.source:
+        parser.error("--no-build needs --source")
     pin = load_pin(args.pin)
     venv = Path(args.venv).absolute()
     steps = Steps()
@@ -158,6 +176,8 @@ def build(argv: list[str]) -> int:
         _check_machine()
         _require_sound(pin)
         tell(f"{len(series.load(pin))} patches for PyTorch {pin.version}")
+    if args.source:
+        return _build_source(args.source, pin, venv, steps, args.no_build)
     with steps.step("find the pinned wheel") as tell:
         source = _find_wheel(args.wheel, pin)
         wheel.check_pin(source, pin)
@@ -184,6 +204,13 @@ def build(argv: list[str]) -> int:
             aside.write_text(json.dumps(summary))
             aside.replace(summary_path)
             tell(f"{len(summary['files'])} files changed, dist/{target.name}")
+    _install_and_verify(pin, venv, target, key, summary, steps)
+    return 0
+
+
+def _install_and_verify(
+    pin: Pin, venv: Path, target: Path, key: str, expected: dict, steps: Steps
+) -> None:
     with steps.step(f"install in {venv}") as tell:
         if environment.installed(venv) == key:
             tell("nothing to do, the wheel is installed")
@@ -191,7 +218,7 @@ def build(argv: list[str]) -> int:
             environment.install(venv, target, key)
             tell(target.name.split("-")[1])
     with steps.step("check the installation") as tell:
-        found = _verify(environment.python_of(venv), summary)
+        found = _verify(environment.python_of(venv), expected)
         tell(f"{len(found)} checks hold")
     print("\napplied")
     for entry in series.load(pin):
@@ -200,6 +227,46 @@ def build(argv: list[str]) -> int:
     for row in found:
         print(f"  {row['check']}: {row['found']}")
     print(f"\n{steps.table()}\n\nnext: {environment.python_of(venv)} your_script.py")
+
+
+def _build_source(
+    given: str, pin: Pin, venv: Path, steps: Steps, no_build: bool
+) -> int:
+    kind, _, url = given.partition("=")
+    tree = ROOT / "build" / "pytorch" if kind == "git" else Path(given).absolute()
+    if kind == "git":
+        with steps.step(f"clone PyTorch {pin.version} to {tree}"):
+            checkout.clone(tree, url or checkout.UPSTREAM, pin)
+    with steps.step(f"make the commits of the series in {tree}") as tell:
+        head, made = checkout.apply(tree, pin)
+        branch = checkout.branch_name(pin)
+        done = f"{len(series.load(pin))} commits on branch {branch}, at {head[:12]}"
+        tell(done if made else f"nothing to do, {branch} holds the series")
+    if no_build:
+        print(f"\n{steps.table()}\n\nnext: the same command without --no-build")
+        return 0
+    python = environment.python_of(venv)
+    with steps.step(f"prepare {venv} for the build") as tell:
+        environment.prepare(venv)
+        system = checkout.build_system(tree, python)
+        environment.pip_install(venv, *system.requires)
+        try:
+            environment.pip_install(venv, *checkout.MKL)
+            tell(f"{system.backend} and MKL")
+        except UserError as e:
+            tell(f"{system.backend}; without MKL, because {e}")
+    version = wheel.local_version(f"{pin.version}+cpu", pin.build)
+    env = checkout.build_environment(system, version, venv)
+    with steps.step(f"build the wheel with {env['MAX_JOBS']} jobs") as tell:
+        log = tree / checkout.LOG
+        print(f"   the log is {log}", flush=True)
+        target = checkout.build_wheel(tree, python, system, env, ROOT / "dist", tell)
+    expected = {
+        "version": version,
+        "commit": head,
+        "files": checkout.changed_files(tree, pin),
+    }
+    _install_and_verify(pin, venv, target, _digest(target), expected, steps)
     return 0
 
 
@@ -279,18 +346,34 @@ def export(argv: list[str]) -> int:
 
 def check(argv: list[str]) -> int:
     """Check the series: its files, that it applies, reproducibly, and exports exactly."""
-    parser = _parser("Check the patch series against its pinned wheel.")
+    parser = _parser(
+        "Check the patch series of every pin, or of --pin, against its wheel's Python "
+        "files."
+    )
+    parser.set_defaults(pin=None)
     parser.add_argument(
         "--wheel", metavar="FILE", help="use this wheel of the pinned release"
     )
     args = parser.parse_args(argv)
-    pin = load_pin(args.pin)
+    if args.wheel and not args.pin:
+        args.pin = DEFAULT_PIN
+    for name in [args.pin] if args.pin else pin_names():
+        print(f"pin {name}", flush=True)
+        _check_pin(load_pin(name), args.wheel)
+    return 0
+
+
+def _check_pin(pin: Pin, given: str | None) -> None:
     steps = Steps()
     with steps.step("files and headers of the series"):
         _require_sound(pin)
-    with steps.step("find the pinned wheel"):
-        source = _find_wheel(args.wheel, pin)
+    with steps.step("find the pinned wheel") as tell:
+        if given or pin.name == DEFAULT_PIN:
+            source = _find_wheel(given, pin)
+        else:
+            source = wheel.obtain_python(pin.version, _WHEELS)
         wheel.check_pin(source, pin)
+        tell(str(source))
     (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as temporary:
         aside = Path(temporary)
@@ -314,10 +397,54 @@ def check(argv: list[str]) -> int:
                 if (out / name).read_bytes() != (ROOT / name).read_bytes():
                     raise UserError(
                         f"expected {name} as export writes it, found other bytes; run "
-                        "scripts/worktree.sh and scripts/export_patches.sh"
+                        f"scripts/worktree.sh and scripts/export_patches.sh, both with "
+                        f"--pin {pin.name}"
                     )
             tell(f"{len(written)} files equal, byte for byte")
-    return 0
+
+
+def try_pin(argv: list[str]) -> int:
+    parser = _parser(
+        "Try the series on another release: report for each patch whether it applies, is "
+        "already upstream, or conflicts and where. Exits with 2 if any conflicts."
+    )
+    release = parser.add_mutually_exclusive_group(required=True)
+    release.add_argument("--wheel", metavar="FILE", help="a wheel of the release")
+    release.add_argument("--version", metavar="VERSION", help="the release, by pip")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        help="where the work tree goes, absent so far (build/try-VERSION)",
+    )
+    args = parser.parse_args(argv)
+    pin = load_pin(args.pin)
+    _require_sound(pin)
+    if args.wheel:
+        new = _given_wheel(args.wheel)
+    else:
+        new = wheel.obtain_python(args.version, _WHEELS)
+    version, commit = wheel.release(new)
+    tree = Path(args.folder or ROOT / "build" / f"try-{version}").absolute()
+    if tree.exists():
+        raise UserError(
+            f"expected {tree} to be absent, found it; remove it or name another folder"
+        )
+    old = wheel.obtain_python(pin.version, _WHEELS)
+    wheel.check_pin(old, pin)
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=tree.parent) as temporary:
+        aside = Path(temporary) / "tree"
+        outcomes = port.try_series(
+            aside, wheel.python_files(old), wheel.python_files(new), pin, version
+        )
+        aside.replace(tree)
+    print(f"the series of {pin.name} on PyTorch {version}, commit {commit}")
+    for outcome in outcomes:
+        print(f"  {outcome.slug:<24} {outcome.result}")
+        for place in outcome.where:
+            print(f"      {place}")
+    print(f"{tree} has what applies; CONTRIBUTING.md tells how to go on")
+    return 2 if any(o.result == port.CONFLICTS for o in outcomes) else 0
 
 
 COMMANDS = {
@@ -327,6 +454,7 @@ COMMANDS = {
     "check": check,
     "lint": lint.main,
     "submit": submit.main,
+    "try_pin": try_pin,
 }
 
 

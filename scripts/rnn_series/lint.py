@@ -13,7 +13,7 @@ from pathlib import Path
 from . import git as g
 from . import series, wheel
 from .console import UserError
-from .pin import DEFAULT_PIN, load_pin, PATCHES, Pin, ROOT
+from .pin import DEFAULT_PIN, load_pin, Pin, pin_names, ROOT
 
 
 CACHE = ROOT / "build" / "lint"
@@ -62,11 +62,11 @@ def _tool(name: str, *args: str, stdin: str | None = None, cwd: Path = ROOT) -> 
 
 
 def _pins() -> list[Pin]:
-    return [load_pin(p.parent.name) for p in sorted(PATCHES.glob("*/pin.toml"))]
+    return [load_pin(name) for name in pin_names()]
 
 
 def _source(pin: Pin) -> Path:
-    path = wheel.obtain(pin, ROOT / "build" / "wheels")
+    path = wheel.obtain(pin.version, ROOT / "build" / "wheels")
     wheel.check_pin(path, pin)
     return path
 

@@ -35,11 +35,17 @@ class Pin:
             )
 
 
+def pin_names() -> list[str]:
+    """The folders of ``patches/``, the default pin first."""
+    names = [p.parent.name for p in PATCHES.glob("*/pin.toml")]
+    return sorted(names, key=lambda name: (name != DEFAULT_PIN, name))
+
+
 def load_pin(name: str) -> Pin:
     """Read ``patches/NAME/pin.toml``, whose values are strings and numbers only."""
     path = PATCHES / name / "pin.toml"
     if not path.is_file():
-        known = ", ".join(sorted(p.parent.name for p in PATCHES.glob("*/pin.toml")))
+        known = ", ".join(pin_names())
         raise UserError(
             f"expected a pin among {known}, found {name!r}; choose one of them"
         )

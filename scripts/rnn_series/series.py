@@ -4,6 +4,9 @@
 a file that is new in PyTorch and that the patch brings: ``overlay torch/...`` from
 ``torch_overlay/``, or ``test test/inductor/...`` from ``test/``.  A patch and the files
 that it brings are one commit.
+
+Pins share these files.  One that must differ for a pin is in ``patches/PIN/overlay/``, laid
+out as in PyTorch's tree, and takes the place of the shared one there.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from pathlib import Path
 
 from . import git as g
 from .console import UserError
-from .pin import Pin, ROOT
+from .pin import DEFAULT_PIN, Pin, ROOT
 
 
 OVERLAY = ROOT / "torch_overlay"
@@ -42,11 +45,23 @@ class Entry:
     overlay: list[str] = field(default_factory=list)
     tests: list[str] = field(default_factory=list)
 
-    def brought(self) -> list[tuple[Path, str]]:
+    def brought(self, pin: Pin) -> list[tuple[Path, str]]:
         """Each file that the entry brings: where it is, and its path in PyTorch."""
-        return [(OVERLAY / p, p) for p in self.overlay] + [
-            (ROOT / p, RENAMED_TESTS.get(p, p)) for p in self.tests
+        own = own_overlay(pin)
+        return [
+            (own / p if (own / p).is_file() else shared(p), RENAMED_TESTS.get(p, p))
+            for p in self.overlay + self.tests
         ]
+
+
+def own_overlay(pin: Pin) -> Path:
+    """The folder of the files that are other for this pin."""
+    return pin.folder / "overlay"
+
+
+def shared(name: str) -> Path:
+    """Where a file that pins share is in this repository."""
+    return ROOT / name if name.startswith("test/") else OVERLAY / name
 
 
 def load(pin: Pin) -> list[Entry]:
@@ -100,14 +115,18 @@ def file_problems(pin: Pin) -> list[str]:
     slugs = [e.slug for e in entries]
     on_disk = {p.stem for p in pin.folder.glob("*.patch")}
     claimed = [p for e in entries for p in e.overlay]
-    overlay = {
-        p.relative_to(OVERLAY).as_posix() for p in OVERLAY.rglob("*") if p.is_file()
-    }
-    overlay = {p for p in overlay if "__pycache__" not in p}
+    claimed_tests = [p for e in entries for p in e.tests]
+    own = _names_below(own_overlay(pin))
     tests = {
         p.relative_to(ROOT).as_posix() for p in (ROOT / "test/inductor").glob("*.py")
     }
-    claimed_tests = [p for e in entries for p in e.tests]
+    overlay = _names_below(OVERLAY)
+    if pin.name != DEFAULT_PIN:
+        # A later release may have some of the shared files already.
+        overlay &= {*claimed}
+        tests &= {*claimed_tests}
+    overlay |= {p for p in own if not p.startswith("test/")}
+    tests |= {p for p in own if p.startswith("test/")}
     for what, listed, present in (
         ("patch", slugs, on_disk),
         ("overlay file", claimed, overlay),
@@ -119,6 +138,11 @@ def file_problems(pin: Pin) -> list[str]:
         found += [f"{what} {x} is listed, and not there" for x in {*listed} - present]
         found += [f"{what} {x} is there, and not listed" for x in present - {*listed}]
     return sorted(found)
+
+
+def _names_below(folder: Path) -> set[str]:
+    names = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    return {name for name in names if "__pycache__" not in name}
 
 
 def header_problems(text: str) -> list[str]:
@@ -175,7 +199,8 @@ def make_tree(tree: Path, files: dict[str, bytes], pin: Pin) -> str:
         path = tree / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    g.git(tree, "add", "--force", "--all")
+    # Thousands of objects that can be made anew: do not wait for the disk after each.
+    g.git(tree, "-c", "core.fsync=none", "add", "--force", "--all")
     g.git(tree, "commit", "--quiet", "-m", f"PyTorch {pin.version}, Python files")
     g.git(tree, "tag", BASE_TAG)
     for entry in load(pin):
@@ -206,7 +231,7 @@ def apply_entry(tree: Path, pin: Pin, entry: Entry) -> None:
             "mend the patch in a work tree (scripts/worktree.sh) and export it"
         )
     names = []
-    for source, name in entry.brought():
+    for source, name in entry.brought(pin):
         target = tree / name
         if target.exists():
             raise UserError(
@@ -244,7 +269,11 @@ def _subject(pin: Pin, slug: str) -> str:
 def export(
     tree: Path, pin: Pin, patches: Path, overlay: Path, root: Path
 ) -> list[Entry]:
-    """Write the commits of ``tree`` above its base as patches, overlay files and tests."""
+    """Write the commits of ``tree`` above its base as patches, overlay files and tests.
+
+    A file that differs from the one that pins share is written as the pin's own, unless
+    the pin is the default one, whose files are the shared ones.
+    """
     if g.git(tree, "status", "--porcelain").strip():
         raise UserError(
             f"expected a clean work tree, found changes in {tree}; commit them"
@@ -292,13 +321,12 @@ def export(
                 )
             owner[name] = subject
             data = g.run(tree, "show", f"{commit}:{name}").stdout
-            if name.startswith("test/"):
-                name = _ORIGINAL_TESTS.get(name, name)
-                entry.tests.append(name)
-                target = root / name
-            else:
-                entry.overlay.append(name)
-                target = overlay / name
+            name = _ORIGINAL_TESTS.get(name, name)
+            is_test = name.startswith("test/")
+            (entry.tests if is_test else entry.overlay).append(name)
+            target = (root if is_test else overlay) / name
+            if pin.name != DEFAULT_PIN and not _is(shared(name), data):
+                target = patches / own_overlay(pin).name / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
         header = g.git(
@@ -323,6 +351,10 @@ def export(
     return entries
 
 
+def _is(path: Path, data: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == data
+
+
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
@@ -336,7 +368,7 @@ def note_origin(tree: Path, pin: Pin) -> None:
     paths = [pin.folder / "series"]
     for entry in load(pin):
         paths.append(patch_path(pin, entry.slug))
-        paths += [source for source, _ in entry.brought()]
+        paths += [source for source, _ in entry.brought(pin)]
     noted = {p.relative_to(ROOT).as_posix(): _digest(p) for p in paths}
     _note(tree).write_text(json.dumps(noted))
 
@@ -369,7 +401,9 @@ def export_in_place(tree: Path, pin: Pin) -> tuple[list[Entry], list[str]]:
         digests = {name: _digest(path) for name, path in exported.items()}
         stale = [
             name
-            for p in sorted(pin.folder.glob("*.patch"))
+            for p in sorted(
+                [*pin.folder.glob("*.patch"), *own_overlay(pin).rglob("*.py")]
+            )
             if (name := p.relative_to(ROOT).as_posix()) not in exported
         ]
         changed = [

@@ -6,18 +6,16 @@ import argparse
 import contextlib
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from . import git as g
-from . import series
+from . import series, source
 from .console import Steps, UserError
 from .pin import DEFAULT_PIN, load_pin, Pin, ROOT
 
 
 TOOLS = ROOT / "build" / "ci" / "bin"
-_UNFINISHED = ("rebase-merge", "rebase-apply", "MERGE_HEAD", "CHERRY_PICK_HEAD")
 
 
 def _records_path(pin: Pin) -> Path:
@@ -50,25 +48,6 @@ def _save_records(pin: Pin, records: dict[str, list[str]]) -> None:
     aside = path.with_suffix(".part")
     aside.write_text("\n".join(lines) + "\n")
     aside.replace(path)
-
-
-def _check_checkout(checkout: Path) -> None:
-    if not (checkout / ".git").exists():
-        raise UserError(
-            f"expected a git checkout of PyTorch at {checkout}, found none; give --checkout"
-        )
-    for name in _UNFINISHED:
-        where = g.git(checkout, "rev-parse", "--git-path", name).strip()
-        if (checkout / where).exists():
-            raise UserError(
-                f"expected no operation of git under way in {checkout}, found {name}; "
-                "finish it or abort it"
-            )
-    if changes := g.git(checkout, "status", "--porcelain").splitlines():
-        raise UserError(
-            f"expected a clean tree in {checkout}, found {len(changes)} changed files such "
-            f"as {changes[0][3:]}; commit them or stash them"
-        )
 
 
 def _fetch(checkout: Path, remote: str, branch: str) -> str:
@@ -107,25 +86,18 @@ def _replayed(checkout: Path, tip: str, pin: Pin) -> Iterator[Path]:
     Each commit has the trailers by which ghstack finds its pull request again.
     """
     records = load_records(pin)
-    (ROOT / "build").mkdir(exist_ok=True)
-    g.git(checkout, "worktree", "prune")
-    with tempfile.TemporaryDirectory(dir=ROOT / "build") as temporary:
-        tree = Path(temporary) / "tree"
-        g.git(checkout, "worktree", "add", "--quiet", "--detach", str(tree), tip)
-        try:
-            for entry in series.load(pin):
-                series.apply_entry(tree, pin, entry)
-                if trailers := records.get(entry.slug):
-                    message = g.git(tree, "log", "-1", "--format=%B").rstrip()
-                    g.git(
-                        tree,
-                        *("commit", "--quiet", "--amend", "--allow-empty"),
-                        *("--cleanup=verbatim", "-F", "-"),
-                        stdin="\n".join([message, "", *trailers, ""]).encode(),
-                    )
-            yield tree
-        finally:
-            g.run(checkout, "worktree", "remove", "--force", str(tree))
+    with source.beside(checkout, tip) as tree:
+        for entry in series.load(pin):
+            series.apply_entry(tree, pin, entry)
+            if trailers := records.get(entry.slug):
+                message = g.git(tree, "log", "-1", "--format=%B").rstrip()
+                g.git(
+                    tree,
+                    *("commit", "--quiet", "--amend", "--allow-empty"),
+                    *("--cleanup=verbatim", "-F", "-"),
+                    stdin="\n".join([message, "", *trailers, ""]).encode(),
+                )
+        yield tree
 
 
 def _commits(tree: Path, tip: str) -> list[str]:
@@ -235,7 +207,7 @@ def main(argv: list[str]) -> int:
     main_name = f"{args.remote}/{args.branch}"
     steps = Steps()
     with steps.step(f"check {checkout}"):
-        _check_checkout(checkout)
+        source.check(checkout)
     with steps.step(f"fetch {main_name}") as tell:
         tip = _fetch(checkout, args.remote, args.branch)
         _check_base(checkout, tip, main_name)

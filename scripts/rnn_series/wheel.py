@@ -8,14 +8,20 @@ import csv
 import hashlib
 import importlib.util
 import io
+import json
 import os
 import re
 import struct
 import subprocess
 import sys
 import tempfile
+import urllib.error
+import urllib.parse
+import urllib.request
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .console import UserError
 from .pin import Pin
@@ -27,34 +33,132 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 _PYTHON_TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
-def obtain(pin: Pin, cache: Path) -> Path:
-    """Download the pinned wheel with the user's own pip configuration, once."""
+def _cached(version: str, cache: Path) -> Path | None:
     cache.mkdir(parents=True, exist_ok=True)
-    for path in sorted(cache.glob(f"torch-{pin.version}*-{_PYTHON_TAG}-*.whl")):
-        return path
+    found = sorted(cache.glob(f"torch-{version}[+-]*-{_PYTHON_TAG}-*.whl"))
+    return next(
+        (p for p in found if p.name.split("-")[1].split("+")[0] == version), None
+    )
+
+
+def _pip(
+    version: str, *args: str
+) -> Iterator[tuple[subprocess.CompletedProcess[str], str]]:
+    """Run pip for the CPU build of a release and then for any, and give the results.
+
+    Raises when the caller took neither.
+    """
     if importlib.util.find_spec("pip") is None:
         raise UserError(
             f"expected pip in {sys.executable}, found none; install it (on Debian: "
             "apt-get install python3-pip) or give --wheel FILE"
         )
-    said = ""
-    for version in (f"{pin.version}+cpu", pin.version):
-        with tempfile.TemporaryDirectory(dir=cache) as aside:
-            result = subprocess.run(
-                [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-                + ["--disable-pip-version-check", "--dest", aside, f"torch=={version}"],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-            )
-            for path in Path(aside).glob("*.whl"):
-                return path.replace(cache / path.name)
-            said = " ".join(result.stderr.split()[-30:])
+    for wanted in (f"{version}+cpu", version):
+        result = subprocess.run(
+            [sys.executable, "-m", "pip", *args, "--no-deps", "--quiet"]
+            + ["--disable-pip-version-check", f"torch=={wanted}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        yield result, wanted
+    said = " ".join(result.stderr.split()[-30:])
     raise UserError(
-        f"expected pip to find a wheel of torch {pin.version} for Python "
+        f"expected pip to find a wheel of torch {version} for Python "
         f"{sys.version_info.major}.{sys.version_info.minor}, found: {said}; "
         "check the network and pip's configuration, or give --wheel FILE"
     )
+
+
+def obtain(version: str, cache: Path) -> Path:
+    """Download a release's wheel with the user's own pip configuration, once."""
+    if path := _cached(version, cache):
+        return path
+    with tempfile.TemporaryDirectory(dir=cache) as aside:
+        for _ in _pip(version, "download", "--dest", aside):
+            for path in Path(aside).glob("*.whl"):
+                return path.replace(cache / path.name)
+    raise AssertionError("_pip raises")
+
+
+class _Remote(io.RawIOBase):
+    """A file behind an address, read in parts."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.position = url, 0
+        self.size = int(self._get(0, 0)[1].rsplit("/", 1)[1])
+
+    def _get(self, first: int, last: int) -> tuple[bytes, str]:
+        part = urllib.request.Request(
+            self.url, headers={"Range": f"bytes={first}-{last}"}
+        )
+        try:
+            with urllib.request.urlopen(part, timeout=60) as answer:
+                if answer.status != 206:
+                    raise UserError(
+                        f"expected {self.url} in parts, found that its server gives all "
+                        "of it only; download it and give --wheel FILE"
+                    )
+                return answer.read(), answer.headers["Content-Range"]
+        except urllib.error.URLError as e:
+            raise UserError(
+                f"expected to read {self.url}, found: {e}; check the network, or "
+                "download it and give --wheel FILE"
+            ) from e
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}
+        self.position = start[whence] + offset
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        last = min(self.position + len(buffer), self.size) - 1
+        if last < self.position:
+            return 0
+        data = self._get(self.position, last)[0]
+        buffer[: len(data)] = data
+        self.position += len(data)
+        return len(data)
+
+
+def obtain_python(version: str, cache: Path) -> Path:
+    """A release's wheel, or a wheel of its Python files only where that saves a download.
+
+    A wheel that pip finds on this machine is used where it is.  One behind an address is
+    read in parts.
+    """
+    light = cache / "python-only"
+    if path := _cached(version, cache) or _cached(version, light):
+        return path
+    report = ("install", "--dry-run", "--ignore-installed", "--report", "-")
+    for result, _ in _pip(version, *report):
+        if result.returncode:
+            continue
+        url = json.loads(result.stdout)["install"][0]["download_info"]["url"]
+        parts = urllib.parse.urlsplit(url)
+        path = Path(urllib.request.url2pathname(parts.path))
+        if parts.scheme == "file":
+            return path
+        with tempfile.TemporaryDirectory(dir=light) as aside:
+            target = Path(aside) / path.name
+            copy_python(url, target)
+            return target.replace(light / path.name)
+    raise AssertionError("_pip raises")
+
+
+def copy_python(url: str, target: Path) -> None:
+    """Write a wheel that has the Python files of the one at ``url``, and no others."""
+    remote = io.BufferedReader(_Remote(url), 1 << 20)
+    with zipfile.ZipFile(remote) as old, zipfile.ZipFile(target, "w") as new:
+        for info in old.infolist():
+            if info.filename.startswith("torch/") and info.filename.endswith(".py"):
+                new.writestr(info, old.read(info))
 
 
 def open_wheel(path: Path) -> zipfile.ZipFile:
@@ -66,8 +170,13 @@ def open_wheel(path: Path) -> zipfile.ZipFile:
         ) from e
 
 
-def check_pin(path: Path, pin: Pin) -> None:
-    """Raise unless the wheel is of the pinned version and commit, and for this Python."""
+def release(path: Path) -> tuple[str, str]:
+    """The version, without its local part, and the upstream commit of a wheel."""
+    version, commit = _release(path)
+    return version.split("+")[0], commit
+
+
+def _release(path: Path) -> tuple[str, str]:
     with open_wheel(path) as wheel:
         try:
             text = wheel.read("torch/version.py").decode()
@@ -77,11 +186,15 @@ def check_pin(path: Path, pin: Pin) -> None:
                 "give --wheel a torch-*.whl file"
             ) from e
     values = dict(re.findall(r"^(\w+)(?:: [^=]+)? = '([^']*)'$", text, re.MULTILINE))
-    pin.check(
+    return (
         values.get("__version__", "no version"),
         values.get("git_version", "no commit"),
-        str(path),
     )
+
+
+def check_pin(path: Path, pin: Pin) -> None:
+    """Raise unless the wheel is of the pinned version and commit, and for this Python."""
+    pin.check(*_release(path), str(path))
     if not re.fullmatch(rf"torch-[^-]+-{_PYTHON_TAG}-[^-]+-[^-]+\.whl", path.name):
         raise UserError(
             f"expected a wheel named torch-VERSION-{_PYTHON_TAG}-ABI-PLATFORM.whl, found "

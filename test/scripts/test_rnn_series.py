@@ -32,7 +32,7 @@ PIN = load_pin(DEFAULT_PIN)
 
 
 def source_wheel() -> Path:
-    return wheel.obtain(PIN, ROOT / "build" / "wheels")
+    return wheel.obtain(PIN.version, ROOT / "build" / "wheels")
 
 
 class Project:
