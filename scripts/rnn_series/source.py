@@ -113,8 +113,8 @@ def check(tree: Path) -> None:
     """Raise unless ``tree`` is the top of a checkout with nothing uncommitted."""
     if not (tree / ".git").exists():
         raise UserError(
-            f"expected a git checkout of PyTorch at {tree}, found none; give its top "
-            "folder by --source DIR, or let --source git clone one"
+            f"expected a git checkout of PyTorch at {tree}, found none; give the path of "
+            "its top folder"
         )
     for name, what in _UNDER_WAY.items():
         if Path(tree, g.git(tree, "rev-parse", "--git-path", name).strip()).exists():

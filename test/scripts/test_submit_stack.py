@@ -219,14 +219,14 @@ class TestSubmit(ProjectTestCase):
 
     def test_checkout_that_is_not_ready(self) -> None:
         (self.checkout / "mine.py").write_text("")
-        self.assert_refused(self.submit("--yes"), "a clean tree", "mine.py")
+        self.assert_refused(self.submit("--yes"), "no uncommitted changes", "mine.py")
         self.git(self.checkout, "add", "--all")
         self.git(self.checkout, "commit", "--quiet", "-m", "mine")
         self.assert_refused(self.submit("--yes"), "no commits on main", "1 that differ")
         (self.checkout / ".git" / "rebase-apply").mkdir()
-        self.assert_refused(self.submit("--yes"), "rebase-apply", "abort it")
+        self.assert_refused(self.submit("--yes"), "an am or a rebase", "abort")
         self.checkout = self.folder
-        self.assert_refused(self.submit("--yes"), "a git checkout", "--checkout")
+        self.assert_refused(self.submit("--yes"), "a git checkout", "its top folder")
         self.checkout = self.folder / "pytorch"
         self.assertEqual(self.sent(), [])
 
