@@ -162,14 +162,14 @@ def build(argv: list[str]) -> int:
     parser.add_argument(
         "--venv",
         metavar="DIR",
-        default=str(ROOT / "build" / "venv"),
-        help="(%(default)s)",
+        help="(build/venv, for another pin than the default build/venv-PIN)",
     )
     args = parser.parse_args(argv)
     if args.no_build and not args.source:
         parser.error("--no-build needs --source")
     pin = load_pin(args.pin)
-    venv = Path(args.venv).absolute()
+    usual = "venv" if pin.name == DEFAULT_PIN else f"venv-{pin.name}"
+    venv = Path(args.venv or ROOT / "build" / usual).absolute()
     steps = Steps()
     (ROOT / "build").mkdir(exist_ok=True)
     with steps.step("check the machine and the series") as tell:

@@ -350,7 +350,7 @@ def build_wheel(
         command.append("--config-settings=build-dir=build")
     out.mkdir(parents=True, exist_ok=True)
     with _log(tree) as (log, before), tempfile.TemporaryDirectory(dir=out) as aside:
-        watch = _Watch(before)
+        watch, start = _Watch(before), log.tell()
         process = subprocess.Popen(
             [*command, "--wheel-dir", aside],
             cwd=tree,
@@ -380,9 +380,11 @@ def build_wheel(
                     os.killpg(process.pid, signal.SIGKILL)
         wheels = list(Path(aside).glob("*.whl"))
         if status or len(wheels) != 1 or "USE_MKLDNN" not in watch.summary:
-            log.seek(0)
-            failed = [s for s in log if re.search(r"(?i)\berror\b", s)]
-            said = " ".join(failed[-1].split())[:300] if failed else "no error named"
+            log.seek(start)
+            failed = (
+                s for s in log if re.search(r"(?i)error: |cmake error|FAILED: ", s)
+            )
+            said = " ".join(next(failed, "no error named").split())[:300]
             raise UserError(
                 f"expected the build of {tree} to give a wheel, found exit code {status}, "
                 f"{len(wheels)} wheels, {said}; see {tree / LOG} and run again"

@@ -218,8 +218,9 @@ def local_version(version: str, build: int) -> str:
 
 
 def packed_name(path: Path, pin: Pin) -> str:
-    _, version, tags = path.name.split("-", 2)
-    return f"torch-{local_version(version, pin.build)}-{tags}"
+    """Named by what ``torch.__version__`` says: a CUDA build's wheel leaves +cu130 out."""
+    tags = path.name.split("-", 2)[2]
+    return f"torch-{local_version(_release(path)[0], pin.build)}-{tags}"
 
 
 def _record_hash(data: bytes) -> str:
@@ -289,13 +290,14 @@ def _write(source: Path, files: dict[str, bytes], pin: Pin, target: Path) -> Non
             if n.split("/")[0].endswith(".dist-info")
         }
         version = info_dir.removeprefix("torch-").removesuffix(".dist-info")
-        patched = local_version(version, pin.build)
+        said = _release(source)[0]
+        patched = local_version(said, pin.build)
         new_dir = f"torch-{patched}.dist-info"
         rows = csv.reader(io.StringIO(old.read(f"{info_dir}/RECORD").decode()))
         recorded = {row[0]: row[1:] for row in rows if row}
         replaced = dict(files)
         replaced["torch/version.py"] = files["torch/version.py"].replace(
-            f"__version__ = '{version}'".encode(), f"__version__ = '{patched}'".encode()
+            f"__version__ = '{said}'".encode(), f"__version__ = '{patched}'".encode()
         )
         metadata = old.read(f"{info_dir}/METADATA")
         replaced[f"{info_dir}/METADATA"] = metadata.replace(
