@@ -160,13 +160,18 @@ def build(argv: list[str]) -> int:
         "--no-build", action="store_true", help="with --source, stop after the commits"
     )
     parser.add_argument(
+        "--test",
+        action="store_true",
+        help="with --source, run the checkout's tests of recurrent layers in the end",
+    )
+    parser.add_argument(
         "--venv",
         metavar="DIR",
         help="(build/venv, for another pin than the default build/venv-PIN)",
     )
     args = parser.parse_args(argv)
-    if args.no_build and not args.source:
-        parser.error("--no-build needs --source")
+    if (args.no_build or args.test) and not args.source:
+        parser.error("--no-build and --test need --source")
     pin = load_pin(args.pin)
     usual = "venv" if pin.name == DEFAULT_PIN else f"venv-{pin.name}"
     venv = Path(args.venv or ROOT / "build" / usual).absolute()
@@ -177,7 +182,7 @@ def build(argv: list[str]) -> int:
         _require_sound(pin)
         tell(f"{len(series.load(pin))} patches for PyTorch {pin.version}")
     if args.source:
-        return _build_source(args.source, pin, venv, steps, args.no_build)
+        return _build_source(args, pin, venv, steps)
     with steps.step("find the pinned wheel") as tell:
         source = _find_wheel(args.wheel, pin)
         wheel.check_pin(source, pin)
@@ -229,11 +234,9 @@ def _install_and_verify(
     print(f"\n{steps.table()}\n\nnext: {environment.python_of(venv)} your_script.py")
 
 
-def _build_source(
-    given: str, pin: Pin, venv: Path, steps: Steps, no_build: bool
-) -> int:
-    kind, _, url = given.partition("=")
-    tree = ROOT / "build" / "pytorch" if kind == "git" else Path(given).absolute()
+def _build_source(args: argparse.Namespace, pin: Pin, venv: Path, steps: Steps) -> int:
+    kind, _, url = args.source.partition("=")
+    tree = ROOT / "build" / "pytorch" if kind == "git" else Path(args.source).absolute()
     if kind == "git":
         with steps.step(f"clone PyTorch {pin.version} to {tree}"):
             checkout.clone(tree, url or checkout.UPSTREAM, pin)
@@ -242,7 +245,7 @@ def _build_source(
         branch = checkout.branch_name(pin)
         done = f"{len(series.load(pin))} commits on branch {branch}, at {head[:12]}"
         tell(done if made else f"nothing to do, {branch} holds the series")
-    if no_build:
+    if args.no_build:
         print(f"\n{steps.table()}\n\nnext: the same command without --no-build")
         return 0
     python = environment.python_of(venv)
@@ -267,6 +270,10 @@ def _build_source(
         "files": checkout.changed_files(tree, pin),
     }
     _install_and_verify(pin, venv, target, _digest(target), expected, steps)
+    if args.test:
+        with steps.step("run the tests in the checkout") as tell:
+            environment.pip_install(venv, *checkout.TEST_TOOLS)
+            tell(f"{checkout.run_tests(tree, pin, python)} files pass")
     return 0
 
 

@@ -283,10 +283,13 @@ def export(
         for e in load(pin)
         if patch_path(pin, e.slug).is_file()
     }
-    base_files = set(g.git(tree, "ls-tree", "-r", "--name-only", BASE_TAG).splitlines())
+    tagged = g.run(tree, "rev-parse", "--quiet", "--verify", BASE_TAG).returncode == 0
+    # A checkout of PyTorch has no tag of ours.
+    base = BASE_TAG if tagged else pin.commit
+    base_files = set(g.git(tree, "ls-tree", "-r", "--name-only", base).splitlines())
     owner: dict[str, str] = {}
     entries: list[Entry] = []
-    span = f"{BASE_TAG}..HEAD"
+    span = f"{base}..HEAD"
     if merges := g.git(tree, "rev-list", "--merges", span).split():
         raise UserError(
             f"expected a straight line of commits, found the merge {merges[0]}; rebase it "
@@ -360,7 +363,7 @@ def _digest(path: Path) -> str:
 
 
 def _note(tree: Path) -> Path:
-    return tree / ".git" / "rnn-exported.json"
+    return tree / g.git(tree, "rev-parse", "--git-path", "rnn-exported.json").strip()
 
 
 def note_origin(tree: Path, pin: Pin) -> None:

@@ -36,6 +36,12 @@ _UNDER_WAY = {
     "BISECT_LOG": "a bisection",
 }
 _OPTIONS = {"USE_MKLDNN": "1", "USE_CUDA": "0", "BUILD_TEST": "0"}
+_UPSTREAM_TESTS = (
+    ["test/inductor/test_mkldnn_pattern_matcher.py"],
+    ["test/inductor/test_cpu_repro.py", "-k", "lstm"],
+)
+# What the tests import beside PyTorch
+TEST_TOOLS = ("expecttest", "hypothesis", "pytest")
 MKL = ("mkl-static", "mkl-include")
 _BYTES_A_JOB = 1.8e9
 _PROGRESS_SECONDS = 30.0
@@ -187,6 +193,29 @@ def changed_files(tree: Path, pin: Pin) -> dict[str, str]:
         tree, "diff", "--name-only", "--no-renames", pin.commit, "HEAD", "--", "torch"
     ).splitlines()
     return {n: hashlib.sha256((tree / n).read_bytes()).hexdigest() for n in names}
+
+
+def test_commands(tree: Path, pin: Pin) -> list[list[str]]:
+    """The tests of the series and upstream's of the same code, where the checkout has them."""
+    ours = [series.RENAMED_TESTS.get(p, p) for e in series.load(pin) for p in e.tests]
+    upstream = [command for command in _UPSTREAM_TESTS if (tree / command[0]).is_file()]
+    return [[name] for name in ours] + upstream
+
+
+def run_tests(tree: Path, pin: Pin, python: Path) -> int:
+    """Run them as upstream does, and give how many files there were; raise if any fails."""
+    commands = test_commands(tree, pin)
+    failed = []
+    for command in commands:
+        print(f"   {' '.join(command)}", flush=True)
+        if subprocess.run([str(python), *command], cwd=tree).returncode:
+            failed.append(command[0])
+    if failed:
+        raise UserError(
+            f"expected the tests to pass, found failures in {', '.join(failed)}; see their "
+            "output above"
+        )
+    return len(commands)
 
 
 @dataclass

@@ -104,6 +104,37 @@ class TestApply(FolderTestCase):
             for path, name in entry.brought(PIN):
                 self.assertEqual((self.tree / name).read_bytes(), path.read_bytes())
 
+    def test_exports_exactly(self) -> None:
+        pin = make_checkout(self.tree, edited_files())
+        source.apply(self.tree, pin)
+        out = self.folder / "out"
+        patches = out / PIN.folder.relative_to(ROOT)
+        patches.mkdir(parents=True)
+        series.export(self.tree, pin, patches, out / "torch_overlay", out)
+        exported = [p for p in out.rglob("*") if p.is_file()]
+        self.assertGreater(len(exported), len(series.load(PIN)))
+        for path in exported:
+            here = ROOT / path.relative_to(out)
+            self.assertEqual(path.read_bytes(), here.read_bytes(), path)
+
+    def test_tests_of_the_checkout(self) -> None:
+        self.tree.mkdir()
+        ours = [command[0] for command in source.test_commands(self.tree, PIN)]
+        names = [p.name for p in (ROOT / "test" / "inductor").glob("test_*.py")]
+        self.assertEqual(len(ours), len(names))
+        self.assertNotIn(UPSTREAM_TEST, ours)
+        name = "test/inductor/test_cpu_repro.py"
+        for test in (*ours, name):
+            (self.tree / test).parent.mkdir(parents=True, exist_ok=True)
+            (self.tree / test).write_text("print('ran')\n")
+        self.assertEqual(
+            source.run_tests(self.tree, PIN, Path(sys.executable)), len(names) + 1
+        )
+        text = "import sys\nsys.exit(sys.argv[1:] == ['-k', 'lstm'])\n"
+        (self.tree / name).write_text(text)
+        with self.assert_refused("to pass", name):
+            source.run_tests(self.tree, PIN, Path(sys.executable))
+
     def test_second_run_does_nothing(self) -> None:
         pin = make_checkout(self.tree, edited_files())
         made, _ = source.apply(self.tree, pin)
