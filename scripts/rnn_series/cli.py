@@ -236,7 +236,7 @@ def _install_and_verify(
 
 def _build_source(args: argparse.Namespace, pin: Pin, venv: Path, steps: Steps) -> int:
     kind, _, url = args.source.partition("=")
-    tree = ROOT / "build" / "pytorch" if kind == "git" else Path(args.source).absolute()
+    tree = ROOT / "build" / "pytorch" if kind == "git" else Path(args.source).resolve()
     if kind == "git":
         with steps.step(f"clone PyTorch {pin.version} to {tree}"):
             checkout.clone(tree, url or checkout.UPSTREAM, pin)

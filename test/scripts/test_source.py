@@ -213,6 +213,38 @@ class TestApply(FolderTestCase):
                 g.git(self.tree, command[0], "--abort")
 
 
+class TestCommand(FolderTestCase):
+    def run_script(self, *args: str) -> subprocess.CompletedProcess[str]:
+        script = self.folder / "project" / "scripts" / "apply_and_build.sh"
+        return subprocess.run(
+            ["bash", str(script), *args], capture_output=True, text=True
+        )
+
+    def test_commits_in_a_checkout_and_in_a_clone(self) -> None:
+        pin = make_checkout(self.tree, edited_files())
+        for name in ("scripts", "patches", "torch_overlay", "test/inductor"):
+            shutil.copytree(ROOT / name, self.folder / "project" / name)
+        result = self.run_script("--source", str(self.tree), "--no-build")
+        self.assertEqual(result.returncode, 1)
+        for word in ("error: expected", PIN.commit, pin.commit):
+            self.assertIn(word, result.stderr)
+        path = self.folder / "project" / "patches" / PIN.name / "pin.toml"
+        path.write_text(path.read_text().replace(PIN.commit, pin.commit))
+        clone = f"git={self.tree.as_uri()}"
+        for given, outcome in (
+            (str(self.tree), f"{len(series.load(PIN))} commits on branch"),
+            (str(self.tree), "nothing to do"),
+            (clone, f"{len(series.load(PIN))} commits on branch"),
+            (clone, "nothing to do"),
+        ):
+            result = self.run_script("--source", given, "--no-build")
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn(outcome, result.stdout)
+        made = self.folder / "project" / "build" / "pytorch"
+        heads = [g.git(t, "rev-parse", "HEAD") for t in (self.tree, made)]
+        self.assertEqual(*heads)
+
+
 class TestClone(FolderTestCase):
     def setUp(self) -> None:
         super().setUp()
