@@ -14,15 +14,14 @@ step() {
 }
 
 test_tools() {
-    grep -E '^(pytest|expecttest|hypothesis)==' CI/requirements.txt |
+    grep -E '^(pytest|pytest-xdist|expecttest|hypothesis)==' CI/requirements.txt |
         xargs build/venv/bin/python -m pip install --quiet --disable-pip-version-check
 }
 
+# Two at a time: most of a test is one compiler at work.
 run_tests() {
-    local python=$1 folder=$2 file
-    for file in "$folder"/test_*.py; do
-        "$python" -m pytest -q -p no:cacheprovider --show-capture=no --durations=5 "$file"
-    done
+    "$1" -m pytest -q -p no:cacheprovider --show-capture=no --durations=10 \
+        --numprocesses=2 --dist=worksteal "$2"
 }
 
 step "tools" scripts/lint.sh init
