@@ -86,6 +86,8 @@ class TestRnnTemplate(TestCase):
             for seq_len, batch_size in ((5, 3), (17, 9), (3, 40)):
                 self.check(module, compiled, torch.randn(seq_len, batch_size, 13))
         self.assertCounts(2, 4 if freezing else 0)
+        count = counters["inductor"][f"{module.mode.lower()}_weight_pack_matcher_count"]
+        self.assertEqual(count, 4 if freezing else 0)
 
     @parametrize("kind", KINDS)
     def test_state_bias_batch_first(self, kind):

@@ -156,9 +156,13 @@ class TestCapture(RNNTestCase):
         self.assertEqual(sizes[0], sizes[1])
 
     @all_kinds
-    @parametrize("smallest,most", [(2, 3), (1, 5)])
-    def test_graph_count(self, kind, smallest, most):
+    @parametrize(
+        "smallest,oblivious,most", [(2, False, 3), (1, False, 5), (1, True, 3)]
+    )
+    def test_graph_count(self, kind, smallest, oblivious, most):
         """One static graph and a dynamic one; Dynamo specializes on a size of 1."""
+        patch = torch.fx.experimental._config.patch(backed_size_oblivious=oblivious)
+        self.enterContext(patch)
         module = make(kind, 6, 7, 2, bidirectional=True)
         backend = CompileCounterWithBackend("aot_eager")
         fn = torch.compile(module, backend=backend, fullgraph=True)

@@ -180,7 +180,8 @@ def _replace(graph: Graph, layers: list[_Layer], cat: Node | None, lanes: int) -
                 )
                 for layer in layers
             ]
-            counters["inductor"]["rnn_weight_pack_matcher_count"] += len(layers)
+            for kind in ("rnn", first.mode.lower()):
+                counters["inductor"][f"{kind}_weight_pack_matcher_count"] += len(layers)
         node = call(
             torch.ops.torch_rnn.rnn_layers.default,
             first.input,
