@@ -319,7 +319,8 @@ def choose(args: argparse.Namespace) -> list[str]:
             )
         else:
             peers.append(name)
-    return ["sgemm", *peers, "compiled", "frozen", *(["aoti"] if args.aoti else [])]
+    optional = [name for name in ("onednn", "aoti") if getattr(args, name)]
+    return ["sgemm", *peers, "compiled", "frozen", *optional]
 
 
 def short(row: dict[str, Any]) -> str:
@@ -357,6 +358,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--threads", type=positive(int), default=2, help="of every contender (2)")
     add("--entries", type=names, default=[], help="names, by commas (all)")
     add("--peers", type=names, default=list(report.PEERS), help="by commas (all)")
+    add("--onednn", action="store_true", help="also frozen with the template off")
     add("--aoti", action="store_true", help="also as AOTInductor package")
     add("--dynamic", action="store_true", help="compile with dynamic shapes")
     add("--rounds", type=positive(int), default=15, help="of all contenders (15)")

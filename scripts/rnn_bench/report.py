@@ -18,6 +18,7 @@ LABELS = {
     "openvino": "OpenVINO",
     "compiled": "ours, not frozen",
     "frozen": "ours, frozen",
+    "onednn": "ours, without the template",
     "aoti": "ours, AOTInductor",
 }
 _FASTER, _SLOWER = "#5fae7f", "#d98a72"

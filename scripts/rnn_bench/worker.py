@@ -78,11 +78,12 @@ def _stock(job: Job) -> tuple[Call, Any]:
     return lambda: compiled(x), _arrays
 
 
-def _compiled(job: Job, freezing: bool) -> tuple[Call, Any]:
+def _compiled(job: Job, freezing: bool, template: bool = True) -> tuple[Call, Any]:
     model, x = _torch(job)
     import torch._inductor.config
 
     torch._inductor.config.freezing = freezing
+    torch._inductor.config.cpp.rnn_template = template
     compiled = torch.compile(model, fullgraph=True, dynamic=job.dynamic)
     return lambda: compiled(x), _arrays
 
@@ -157,6 +158,7 @@ CONTENDERS: dict[str, Callable[[Job], tuple[Call, Any]]] = {
     "openvino": _openvino,
     "compiled": lambda job: _compiled(job, freezing=False),
     "frozen": lambda job: _compiled(job, freezing=True),
+    "onednn": lambda job: _compiled(job, freezing=True, template=False),
     "aoti": _aoti,
 }
 
