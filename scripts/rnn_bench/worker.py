@@ -74,17 +74,23 @@ def _stock(job: Job) -> tuple[Call, Any]:
                 "rnn_capture.is_captured is gone, see _stock in worker.py"
             )
         rnn_capture.is_captured = lambda layer: torch._dynamo.config.allow_rnn
-    compiled = torch.compile(model, dynamic=job.dynamic)
+    compiled = torch.compile(model, dynamic=job.dynamic or None)
     return lambda: compiled(x), _arrays
 
 
 def _compiled(job: Job, freezing: bool, template: bool = True) -> tuple[Call, Any]:
     model, x = _torch(job)
+    import torch._dynamo.utils
     import torch._inductor.config
 
     torch._inductor.config.freezing = freezing
     torch._inductor.config.cpp.rnn_template = template
-    compiled = torch.compile(model, fullgraph=True, dynamic=job.dynamic)
+    # As most people call it: each of fullgraph=True and dynamic=False takes microseconds of
+    # every call. With one shape the default is static as well.
+    compiled = torch.compile(model, dynamic=job.dynamic or None)
+    compiled(x)
+    if breaks := torch._dynamo.utils.counters["graph_break"]:
+        raise RuntimeError(f"expected one graph, found a break: {next(iter(breaks))}")
     return lambda: compiled(x), _arrays
 
 
