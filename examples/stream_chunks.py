@@ -31,7 +31,9 @@ class Streamer(nn.Module):
         self.layer = (nn.LSTM if self.is_lstm else nn.GRU)(size, hidden)
 
     def start(self) -> tuple[Tensor, ...]:
-        return (torch.zeros(1, 1, self.layer.hidden_size),) * (1 + self.is_lstm)
+        # Not one tensor twice: export would take h and c for the same for good.
+        states = 2 if self.is_lstm else 1
+        return tuple(torch.zeros(1, 1, self.layer.hidden_size) for _ in range(states))
 
     def forward(self, chunk: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         output, state = self.layer(chunk, state if self.is_lstm else state[0])

@@ -34,8 +34,9 @@ int main(int argc, char** argv) {
   try {
     std::ifstream file(argv[2], std::ios::binary);
     std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+    const c10::IValue loaded = torch::jit::pickle_load(bytes);
     std::vector<at::Tensor> inputs;
-    for (const auto& value : torch::jit::pickle_load(bytes).toListRef()) {
+    for (const auto& value : loaded.toListRef()) {
       inputs.push_back(value.toTensor());
     }
     torch::inductor::AOTIModelPackageLoader package(argv[1]);
@@ -147,20 +148,20 @@ class TestExportRoundTrip(DeploymentTestCase):
 
     def test_saved_and_decomposed(self):
         module = Layers().eval()
-        for strict in (True, False):
-            program = export(module, strict=strict)
-            for decompose in (False, True):
-                if decompose:
-                    program = program.run_decompositions()
-                    targets = [str(node.target) for node in program.graph.nodes]
-                    self.assertEqual(sum("rnn_layer" in t for t in targets), 7)
-                file = io.BytesIO()
-                torch.export.save(program, file)
-                file.seek(0)
-                program = torch.export.load(file)
-                for shape in SHAPES:
-                    inputs = example(*shape)
-                    self.assert_close(program.module()(*inputs), module(*inputs))
+        program = export(module)
+        for decompose in (False, True):
+            if decompose:
+                program = program.run_decompositions()
+                targets = [str(node.target) for node in program.graph.nodes]
+                self.assertEqual(sum("rnn_layer" in t for t in targets), 7)
+            file = io.BytesIO()
+            torch.export.save(program, file)
+            file.seek(0)
+            program = torch.export.load(file)
+            loaded = program.module()
+            for shape in SHAPES:
+                inputs = example(*shape)
+                self.assert_close(loaded(*inputs), module(*inputs))
 
 
 class TestPackage(DeploymentTestCase):
@@ -187,7 +188,11 @@ class TestPackage(DeploymentTestCase):
 
     def run_process(self, package, inputs, python=False, env=None):
         """Run a package in a new process; gives its status, outputs and last words."""
-        paths = [self.folder / f"{package}.pt2", self.folder / "in", self.folder / "out"]
+        paths = [
+            self.folder / f"{package}.pt2",
+            self.folder / "in",
+            self.folder / "out",
+        ]
         torch.save(list(inputs), paths[1])
         command = [sys.executable, "-c", SCRIPT] if python else [self.program]
         run = subprocess.run(
@@ -203,7 +208,6 @@ class TestPackage(DeploymentTestCase):
         layers = self.counters["frozen"]
         self.assertEqual(layers["cpp_templated_kernel_counter"], 5)
         self.assertEqual(layers["rnn_weight_pack_matcher_count"], 7)
-        self.assertEqual(self.counters["raw"]["cpp_templated_kernel_counter"], 2)
         frozen = torch._inductor.aoti_load_package(str(self.folder / "frozen.pt2"))
         # The packed weights of each direction and nothing else
         self.assertEqual(len(frozen.get_constant_fqns()), 7)
@@ -245,7 +249,10 @@ class TestPackage(DeploymentTestCase):
             ("too large at 1, expected to be <= 4096, but got: 4097", (long, hx, cx)),
             ("too small at 1", (x[:, :0].contiguous(), hx, cx)),
             (r"input_handles\[0\]: unmatched dim value at 2", (wide, hx, cx)),
-            (r"input_handles\[1\].*at 1, expected: .* = 3, but got: 2", (x, hx[:, :2], cx)),
+            (
+                r"input_handles\[1\].*at 1, expected: .* = 3, but got: 2",
+                (x, hx[:, :2], cx),
+            ),
             (r"input_handles\[2\].*at 0, expected: 2, but got: 1", (x, hx, cx[:1])),
             (r"input_handles\[2\].*number of dimensions", (x, hx, cx[0])),
             (r"input_handles\[0\].*stride", (x.mT.contiguous().mT, hx, cx)),
@@ -270,7 +277,7 @@ class TestPackage(DeploymentTestCase):
         for python in (False, True):
             status, _, errors = self.run_process("frozen", example(5, 3), python, env)
             self.assertGreater(status, 0, errors)  # below 0: killed by a signal
-            self.assertIn("this model was compiled for a CPU with avx", errors)
+            self.assertIn("this model was compiled for a cpu with avx", errors.lower())
 
 
 class TestCppWrapper(DeploymentTestCase):
