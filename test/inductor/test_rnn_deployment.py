@@ -19,6 +19,7 @@ from torch._inductor import config
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import run_and_get_cpp_code
 from torch.export import Dim
+from torch.export.pt2_archive._package import AOTICompiledModel
 
 
 # Loads a package and runs it on a list of tensors saved by torch.save; the outputs go into
@@ -278,6 +279,45 @@ class TestPackage(DeploymentTestCase):
             status, _, errors = self.run_process("frozen", example(5, 3), python, env)
             self.assertGreater(status, 0, errors)  # below 0: killed by a signal
             self.assertIn("this model was compiled for a cpu with avx", errors.lower())
+
+
+class TestCall(TestCase):
+    def test_arguments_and_results_of_any_structure(self):
+        class Loader:
+            """Gives its inputs back."""
+
+            def __init__(self, args, kwargs, outputs):
+                self.specs = [
+                    pytree.treespec_dumps(pytree.tree_structure(tree))
+                    for tree in ((args, kwargs), outputs)
+                ]
+
+            def get_call_spec(self):
+                return self.specs
+
+            def boxed_run(self, inputs):
+                return inputs
+
+        x, h, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+        for args, kwargs, outputs in (
+            ((x, h, c), {}, (x, h, c)),
+            ((x, (h, c)), {}, (x, (h, c))),
+            ((x, h), {}, [x, h]),
+            ((x,), {}, x),
+            ((x, 1.0), {}, (x,)),
+            ((x,), {"h": h, "c": c}, {"x": x, "h": h, "c": c}),
+        ):
+            model = AOTICompiledModel(Loader(args, kwargs, outputs))
+            result = model(*args, **dict(reversed(kwargs.items())))
+            self.assertIs(type(result), type(outputs))
+            self.assertEqual(
+                *(pytree.tree_flatten(tree)[1] for tree in (result, outputs))
+            )
+            for ours, theirs in zip(*map(pytree.tree_leaves, (result, outputs))):
+                self.assertIs(ours, theirs)
+        for given in ({}, {"h": h}, {"h": h, "c": c, "b": c}):
+            with self.assertRaisesRegex(ValueError, "keyword mismatch"):
+                model(x, **given)
 
 
 class TestCppWrapper(DeploymentTestCase):
