@@ -183,7 +183,7 @@ class TestWorktree(ProjectTestCase):
     def test_edits_beside_the_tree_are_kept(self) -> None:
         self.assert_works(self.project.worktree())
         # Brought by the last patch, so that amending it is enough
-        test = self.project.root / "test/inductor/test_cpu_rnn_template.py"
+        test = self.project.root / series.load(PIN)[-1].tests[0]
         test.write_text(test.read_text() + "# edited here\n")
         before = self.project.files()
         self.assert_works(self.project.run("export_patches.sh"))

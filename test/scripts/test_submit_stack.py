@@ -201,8 +201,9 @@ class TestSubmit(ProjectTestCase):
         # with it while what they change stays.
         for i in (len(entries) - 1, 2):
             heads, diffs = self.heads(), self.diffs()
-            overlay = self.project.root / "torch_overlay" / entries[i].overlay[0]
-            overlay.write_text(overlay.read_text() + "# amended\n")
+            (shared, _), *_ = entries[i].brought(PIN)
+            path = self.project.root / shared.relative_to(ROOT)
+            path.write_text(path.read_text() + "# amended\n")
             self.assertIn(self.sent()[i].url, self.submit().stdout)
             self.assert_works(self.submit("--yes"))
             self.assertEqual([str(r.number) for r in self.sent()], numbers)
