@@ -69,11 +69,11 @@ def _stock(job: Job) -> tuple[Call, Any]:
     except ImportError:
         pass  # This is a stock build.
     else:
-        if not hasattr(rnn_capture, "is_captured"):
+        if not hasattr(rnn_capture, "reason_for_eager"):
             raise Unavailable(
-                "rnn_capture.is_captured is gone, see _stock in worker.py"
+                "rnn_capture.reason_for_eager is gone, see _stock in worker.py"
             )
-        rnn_capture.is_captured = lambda layer: torch._dynamo.config.allow_rnn
+        rnn_capture.reason_for_eager = lambda layer: "2.13.0 does so"
     compiled = torch.compile(model, dynamic=job.dynamic or None)
     return lambda: compiled(x), _arrays
 

@@ -6,8 +6,11 @@ from . import config, graph_break_hints
 from .exc import unimplemented
 
 
-def is_captured(layer: torch.nn.Module) -> bool:
-    """Whether tracing goes into a layer's forward in the present grad mode.
+rnn_log = torch._logging.getArtifactLogger(__name__, "rnn")
+
+
+def reason_for_eager(layer: torch.nn.Module) -> str | None:
+    """Why tracing does not go into a layer's forward in the present grad mode, if so.
 
     On CPU a layer becomes nodes whose number does not depend on the sequence length.
     With gradients such a node may cost more than eager in a lower precision, and on
@@ -15,16 +18,19 @@ def is_captured(layer: torch.nn.Module) -> bool:
     ``config.allow_rnn`` asks for it.
     """
     if config.allow_rnn:
-        return True
+        return None
     weights = list(layer.parameters())
-    if torch._C._functorch.maybe_current_level() is not None or any(
-        w.device.type != "cpu" for w in weights
-    ):
-        return False
-    return not torch.is_grad_enabled() or (
-        all(w.dtype in (torch.float32, torch.float64) for w in weights)
-        and not torch.is_autocast_enabled("cpu")
-    )
+    if devices := {w.device.type for w in weights} - {"cpu"}:
+        return f"its weights are on {devices.pop()}"
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "it is under a function transform"
+    if torch.is_grad_enabled():
+        if torch.is_autocast_enabled("cpu"):
+            return "gradients are on under autocast"
+        for w in weights:
+            if w.dtype not in (torch.float32, torch.float64):
+                return f"gradients are on and its weights are {w.dtype}"
+    return None
 
 
 def _on_cpu(arguments: object) -> bool:
@@ -49,9 +55,13 @@ def break_graph_unless_captured(value: object, arguments: object = ()) -> None:
     ``arguments`` are the variables that it is called with.  Eager says what is wrong
     with a layer on CPU that is given tensors of other devices.
     """
-    if isinstance(value, (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM)) and not (
-        is_captured(value) and (config.allow_rnn or _on_cpu(arguments))
-    ):
+    if not isinstance(value, (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM)):
+        return
+    reason = reason_for_eager(value)
+    if reason is None and not config.allow_rnn and not _on_cpu(arguments):
+        reason = "it is given tensors that are not on CPU"
+    if reason is not None:
+        rnn_log.info("%s: left to eager, as %s", value, reason)
         unimplemented(
             gb_type="Attempted to wrap RNN, GRU, or LSTM",
             context=str(value),

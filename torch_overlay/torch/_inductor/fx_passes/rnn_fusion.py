@@ -2,6 +2,7 @@
 """Turn recurrent layers of a graph into calls of the C++ kernel, with packed weights."""
 
 import dataclasses
+import logging
 import operator
 import platform
 import sys
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
+from torch.fx.graph_module import _get_attr
 
 from .. import config
 from ..pattern_matcher import stable_topological_sort
@@ -19,6 +21,7 @@ from ..rnn_ops import GATES, vector_lanes
 
 
 aten = torch.ops.aten
+rnn_log = torch._logging.getArtifactLogger(__name__, "rnn")
 
 
 @dataclasses.dataclass
@@ -32,15 +35,15 @@ class _Layer:
     mode: str
     has_biases: bool
     reverse: bool
+    autocast: bool = False
 
     @staticmethod
     def parse(node: Node) -> "_Layer | None":
         if node.op != "call_function":
             return None
         if node.target is torch.ops.torch_rnn.rnn_layer.default:
-            if node.kwargs.get("autocast_dtype") is not None:
-                return None
-            return _Layer(node, *node.args[1:])  # type: ignore[arg-type]
+            autocast = node.kwargs.get("autocast_dtype") is not None
+            return _Layer(node, *node.args[1:], autocast)  # type: ignore[arg-type]
         if node.target is aten.mkldnn_rnn_layer.default:
             _, w_ih, w_hh, b_ih, b_hh, hx, cx, reverse, *_ = node.args
             has_biases, train = node.args[12], node.args[15]
@@ -67,18 +70,28 @@ class _Layer:
         return None
 
 
-def _can_use_kernel(layer: _Layer) -> bool:
+def _obstacle(layer: _Layer) -> str | None:
+    """What keeps a layer from the C++ kernel, if anything."""
+    if not config.cpp.rnn_template:
+        return "config.cpp.rnn_template is off"
+    # Tried on x86 only
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform == "win32":
+        return "the C++ kernel is for x86, and not for Windows"
+    if layer.autocast:
+        return "autocast is on"
     states = [s for s in (layer.hx, layer.cx) if s is not None]
-    values = [n.meta.get("val") for n in (layer.input, *layer.weights, *states)]
-    return all(
-        isinstance(v, Tensor)
-        and v.dtype == torch.float32
-        and v.device.type == "cpu"
-        and not v.is_mkldnn
+    for node in (layer.input, *layer.weights, *states):
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.is_mkldnn:
+            return "its weights are packed for oneDNN"
+        if value.dtype != torch.float32:
+            return f"the C++ kernel is for float32, not {value.dtype}"
+        if value.device.type != "cpu":
+            return f"it is on {value.device.type}"
         # The sizes of the layer are constants of the kernel.
-        and isinstance(v.shape[-1], int)
-        for v in values
-    )
+        if not isinstance(value.shape[-1], int):
+            return "the sizes of its weights are not constant"
+    return None
 
 
 def _is_zeros(node: Node) -> bool:
@@ -114,13 +127,8 @@ def fuse_rnn_layers(graph: Graph, freezing: bool = False) -> None:
     layer is replaced only if its weights are constants of the graph, and they are
     packed; constant folding then drops the weights as they were.
     """
-    # Tried on x86 only
-    if not config.cpp.rnn_template or platform.machine() not in ("x86_64", "AMD64"):
-        return
-    if sys.platform == "win32":
-        return
     layers = [_Layer.parse(node) for node in graph.nodes]
-    layers = [layer for layer in layers if layer and _can_use_kernel(layer)]
+    layers = [layer for layer in layers if layer and not _obstacle(layer)]
     if freezing:
         layers = [
             layer for layer in layers if all(w.op == "get_attr" for w in layer.weights)
@@ -195,6 +203,9 @@ def _replace(graph: Graph, layers: list[_Layer], cat: Node | None, lanes: int) -
             [layer.reverse for layer in layers],
             lanes,
         )
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in first.node.meta:
+                node.meta[key] = first.node.meta[key]
         counters["inductor"]["rnn_layers_matcher_count"] += 1
         results = {
             i: call(operator.getitem, node, i)
@@ -223,3 +234,55 @@ def _replace(graph: Graph, layers: list[_Layer], cat: Node | None, lanes: int) -
         graph.erase_node(user)
     for layer in layers:
         graph.erase_node(layer.node)
+
+
+@dataclasses.dataclass
+class RnnNode:
+    """What became of a layer, or of one direction of it, in a graph before lowering."""
+
+    modules: dict[str, tuple[str, Any]]
+    """The modules that it is in, from the outermost to the layer: key to name and type."""
+    kernel: str
+    packed: bool
+    reason: str
+    """Why it is not the C++ kernel, or why the weights are not packed; else empty."""
+
+    def __str__(self) -> str:
+        name = next(reversed(self.modules.values()), ("a recurrent layer",))[0]
+        packed = "packed" if self.packed else "not packed"
+        reason = f", as {self.reason}" if self.reason else ""
+        return f"{name}: {self.kernel}, {packed}{reason}"
+
+    @staticmethod
+    def parse(node: Node) -> "RnnNode | None":
+        ops = torch.ops.torch_rnn
+        kernel, packed, reason = "training", False, "gradients are on"
+        if node.target is ops.rnn_layers.default:
+            kernel, packed = "C++ kernel", node.args[-1] != 0
+            if packed:
+                reason = ""
+            elif config.freezing:
+                reason = "the weights are not constants of the graph"
+            else:
+                reason = "config.freezing is off"
+        elif layer := _Layer.parse(node):
+            onednn = node.target is aten.mkldnn_rnn_layer.default
+            kernel = "oneDNN" if onednn else "ATen"
+            packed = onednn and any(
+                w.op == "get_attr"
+                and _get_attr(node.graph.owning_module, str(w.target)).is_mkldnn
+                for w in layer.weights
+            )
+            reason = _obstacle(layer) or "the weights are not constants of the graph"
+        elif node.target is not ops.rnn_layer_train.default:
+            return None
+        modules = node.meta.get("nn_module_stack", {})
+        return RnnNode(modules, kernel, packed, reason)
+
+
+def log_rnn_layers(graph: Graph) -> None:
+    """Tell ``TORCH_LOGS=rnn`` what became of each recurrent layer of a graph."""
+    if rnn_log.isEnabledFor(logging.INFO):
+        for node in graph.nodes:
+            if layer := RnnNode.parse(node):
+                rnn_log.info("%s", layer)
