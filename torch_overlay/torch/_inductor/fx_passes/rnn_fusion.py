@@ -43,7 +43,7 @@ class _Layer:
             return None
         if node.target is torch.ops.torch_rnn.rnn_layer.default:
             autocast = node.kwargs.get("autocast_dtype") is not None
-            return _Layer(node, *node.args[1:], autocast)  # type: ignore[arg-type]
+            return _Layer(node, *node.args[1:], autocast=autocast)  # type: ignore[arg-type, misc]
         if node.target is aten.mkldnn_rnn_layer.default:
             _, w_ih, w_hh, b_ih, b_hh, hx, cx, reverse, *_ = node.args
             has_biases, train = node.args[12], node.args[15]
@@ -256,9 +256,10 @@ class RnnNode:
     @staticmethod
     def parse(node: Node) -> "RnnNode | None":
         ops = torch.ops.torch_rnn
-        kernel, packed, reason = "training", False, "gradients are on"
+        kernel, reason = "training", "gradients are on"
+        packed = False
         if node.target is ops.rnn_layers.default:
-            kernel, packed = "C++ kernel", node.args[-1] != 0
+            kernel, packed = "C++ kernel", bool(node.args[-1] != 0)
             if packed:
                 reason = ""
             elif config.freezing:
@@ -268,16 +269,19 @@ class RnnNode:
         elif layer := _Layer.parse(node):
             onednn = node.target is aten.mkldnn_rnn_layer.default
             kernel = "oneDNN" if onednn else "ATen"
-            packed = onednn and any(
-                w.op == "get_attr"
-                and _get_attr(node.graph.owning_module, str(w.target)).is_mkldnn
-                for w in layer.weights
-            )
+            packed = onednn and any(_is_packed(w) for w in layer.weights)
             reason = _obstacle(layer) or "the weights are not constants of the graph"
         elif node.target is not ops.rnn_layer_train.default:
             return None
         modules = node.meta.get("nn_module_stack", {})
         return RnnNode(modules, kernel, packed, reason)
+
+
+def _is_packed(weight: Node) -> bool:
+    module = weight.graph.owning_module
+    if weight.op != "get_attr" or module is None:
+        return False
+    return bool(_get_attr(module, str(weight.target)).is_mkldnn)
 
 
 def log_rnn_layers(graph: Graph) -> None:
